@@ -1,0 +1,1 @@
+"""What kvlab knows of the models it attaches to."""
