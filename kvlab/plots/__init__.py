@@ -1,0 +1,19 @@
+"""Figures: a table in, a matplotlib Figure out, all in one style."""
+
+from kvlab.plots.attention_error import plot_attention_error
+from kvlab.plots.loss import plot_loss
+from kvlab.plots.outliers import plot_outliers
+from kvlab.plots.rounding import plot_rounding
+from kvlab.plots.seeds import plot_seed_spread
+from kvlab.plots.style import save, scheme_color, style
+
+__all__ = [
+    "plot_attention_error",
+    "plot_loss",
+    "plot_outliers",
+    "plot_rounding",
+    "plot_seed_spread",
+    "save",
+    "scheme_color",
+    "style",
+]
