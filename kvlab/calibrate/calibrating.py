@@ -1,0 +1,177 @@
+"""Calibration from captures: search the seeds, let held-out attention decide, write down how it went."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Protocol
+
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+import kvlab
+from kvlab.calibrate.compose import calibrated_scheme
+from kvlab.calibrate.file import FORMAT, Calibration
+from kvlab.calibrate.layers import every_second_query, full_layers, on_device
+from kvlab.calibrate.means import layer_means
+from kvlab.calibrate.seeds import Means, check_seeds, search_layers
+from kvlab.measure import layer_errors
+from kvlab.provenance import today
+from kvlab.recording import Capture, LayerCapture
+from kvlab.schemes import Scheme, get_scheme
+from kvlab.transforms.parameters import check_integer
+
+OBJECTIVE = "relative score error of the stored keys: √(tr(C S_e) / tr(C S_k)), mean over captures and KV heads"
+DIGITS = 6
+"""Significant digits of what the manifest keeps: sums differ beyond them between machines."""
+
+
+class CaptureManifest(Protocol):
+    """What calibration reads of a capture's manifest on disk."""
+
+    model: str
+    revision: str
+    config_hash: str
+    text_hash: str
+    tokens: object
+
+
+def calibrate(
+    captures: Capture | Iterable[Capture],
+    holdout: Capture | Iterable[Capture] | None = None,
+    *,
+    scheme: str | Scheme = "hadamard-int4",
+    seeds: int | Iterable[int] = 200,
+    tokens: int | None = None,
+    finalists: int = 5,
+    centre: bool = True,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+) -> Calibration:
+    """Find a rotation seed and key means for every full-attention layer.
+
+    Every seed is ranked by the covariance-weighted key error with the centring in force (`search_seeds`). The best
+    few of each layer are ranked again by the attention-output error, K stored, on what was held out.
+
+    Parameters
+    ----------
+    captures
+        One or more captures read from disk, of one model.
+    holdout
+        Captures of other texts of the same model. None holds out every second sampled query of ``captures``, which
+        then has no part in the covariance.
+    scheme
+        The rotated scheme to calibrate, registered under its name.
+    seeds
+        The seeds, or how many of them from 0 on.
+    tokens
+        At most so many evenly spaced tokens per sequence in the search; means and errors always take all.
+    finalists
+        Seeds per layer that are ranked again.
+    centre
+        Whether to subtract the keys' means.
+    device
+        Where to compute, one layer at a time; None is where the captures lie.
+    progress
+        Show progress bars on standard error.
+
+    Returns
+    -------
+    Calibration
+        With the spread over all seeds, and each layer's error before (``scheme`` itself) and after.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Captures without a manifest, of different models, with padding or without full-attention layers; a holdout
+        capture of a text that is calibrated on; a scheme without a rotation; a number that is not as described.
+    """
+    captures, holdout = _listed(captures), _listed(holdout)
+    _check_manifests(captures, holdout)
+    finalists, seeds, scheme = check_integer(finalists, "finalists", minimum=1), check_seeds(seeds), get_scheme(scheme)
+    searched, judged = full_layers(captures), full_layers(holdout or captures)
+    full_layers([*captures, *holdout])
+    if not holdout:
+        searched, judged = ({i: [every_second_query(x, s) for x in own] for i, own in judged.items()} for s in (0, 1))
+    means = layer_means(searched, scheme) if centre else None
+    search = search_layers(searched, scheme, seeds, means, tokens, device, progress=progress)
+    best = search.sort_values(["objective", "seed"]).groupby("layer")["seed"].apply(lambda own: own.iloc[:finalists])
+    layers = {}
+    for index, own in tqdm(judged.items(), desc="finalists", unit="layer", disable=not progress):
+        before, errors = _judge(own, scheme, best[index].tolist(), means, device)
+        layers[index] = _entry(search[search["layer"] == index], before, errors)
+    first = next(iter(judged.values()))[0]
+    manifest = {
+        "format": FORMAT,
+        "kvlab": kvlab.__version__,
+        "date": today(),
+        "model": captures[0].manifest.model,
+        "config_hash": captures[0].manifest.config_hash,
+        "num_kv_heads": first.k.shape[1],
+        "head_dim": first.k.shape[3],
+        "scheme": scheme.name,
+        "ingredients": ["rotation_seeds", *(["key_means"] if centre else [])],
+        "captures": [_identity(capture.manifest) for capture in captures],
+        "holdout": [_identity(capture.manifest) for capture in holdout],
+        "objective": OBJECTIVE,
+        "search": {"seeds": seeds, "tokens": tokens},
+        "layers": {str(index): entry for index, entry in layers.items()},
+    }
+    return Calibration({index: _winner(entry) for index, entry in layers.items()}, means, manifest)
+
+
+def _judge(
+    layers: list[LayerCapture], scheme: Scheme, seeds: list[int], means: Means | None, device: torch.device | str | None
+) -> tuple[float, dict[int, float]]:
+    """Held-out attention-output error of ``scheme`` and of each seed, the mean over captures."""
+    candidates = {seed: calibrated_scheme(scheme, seed, means, name=f"seed {seed}") for seed in seeds}
+    errors = [layer_errors(on_device(layer, device), [scheme, *candidates.values()], ["K"]) for layer in layers]
+    mean = {name: sum(one[name, "K"] for one in errors) / len(errors) for name, _ in errors[0]}
+    return mean[scheme.name], {seed: mean[candidate.name] for seed, candidate in candidates.items()}
+
+
+def _entry(search: pd.DataFrame, before: float, errors: dict[int, float]) -> dict:
+    """Sum up one layer for the manifest."""
+    return {
+        "objectives": [_rounded(value) for value in search["objective"]],
+        "finalists": {str(seed): _rounded(error) for seed, error in errors.items()},
+        "error_before": _rounded(before),
+        "error_after": _rounded(min(errors.values())),
+    }
+
+
+def _winner(entry: dict) -> int:
+    """Return the finalist of the least error; of equal ones the first in the search's order."""
+    return int(min(entry["finalists"], key=entry["finalists"].get))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _listed(captures: Capture | Iterable[Capture] | None) -> list[Capture]:
+    return [captures] if isinstance(captures, Capture) else list(captures or [])
+
+
+def _check_manifests(captures: list[Capture], holdout: list[Capture]) -> None:
+    every = [*captures, *holdout]
+    for capture in every:
+        if getattr(capture, "manifest", None) is None:
+            raise TypeError(f"captures has one of {capture.model_name} without manifest; accepted: captures from disk")
+    for capture in every:
+        for name in ("model", "config_hash"):
+            expected, found = (getattr(one.manifest, name) for one in (every[0], capture))
+            if found != expected:
+                raise ValueError(f"captures have different {name}s, {expected} and {found}; accepted: one model")
+    for text_hash in {one.manifest.text_hash for one in captures} & {one.manifest.text_hash for one in holdout}:
+        raise ValueError(f"holdout has the text {text_hash}, which is calibrated on; accepted: other texts")
+
+
+def _identity(manifest: CaptureManifest) -> dict:
+    """Which capture of which text."""
+    fields = {name: getattr(manifest, name) for name in ("model", "revision", "config_hash", "text_hash", "tokens")}
+    text = json.dumps(fields, sort_keys=True)
+    kept = {name: value for name, value in json.loads(text).items() if name in ("revision", "text_hash", "tokens")}
+    return {"capture_hash": hashlib.sha256(text.encode()).hexdigest(), **kept}

@@ -1,0 +1,65 @@
+"""A calibrated scheme: a registered one with its own rotation seeds and, optionally, centred keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from kvlab.schemes import Scheme, StoredAs, get_scheme
+from kvlab.transforms import Center, RandomizedHadamard
+
+
+def calibrated_scheme(
+    base: str | Scheme,
+    seeds: int | Mapping[int, int],
+    means: Mapping[int, torch.Tensor] | None = None,
+    *,
+    name: str = "calibrated",
+) -> Scheme:
+    """Store keys as R·(x − μ): the means μ and the seed of R per layer, all else as ``base`` has it.
+
+    Parameters
+    ----------
+    base
+        A scheme whose keys are rotated by a `RandomizedHadamard` and nothing else, such as "hadamard-int4".
+    seeds
+        One seed for every layer, or one per layer.
+    means
+        Per layer μ, ``[num_kv_heads, head_dim]`` (of keys before their gain where ``base`` folds it); None
+        centres nothing.
+    name
+        Of the new scheme, which is not registered.
+
+    Returns
+    -------
+    Scheme
+        Keys centred, rotated, quantized; values and gain as in ``base``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``base`` is unknown or has other transforms on its keys; ``seeds`` or ``means`` are not as described.
+    """
+    base = get_scheme(base)
+    rotation = rotation_of(base)
+    centring = [] if means is None else [Center(means)]
+    keys = StoredAs(*centring, RandomizedHadamard(seeds, rotation.block_size), quantizer=base.keys.quantizer)
+    return Scheme(name, keys, base.values, fold_gain=base.fold_gain, source=f"{base.name}, calibrated")
+
+
+def rotation_of(scheme: Scheme) -> RandomizedHadamard:
+    """Return the one rotation of a scheme's keys, whose seed calibration may choose.
+
+    Raises
+    ------
+    ValueError
+        The keys have other transforms, or a quantizer that shares something between tokens.
+    """
+    match scheme.keys.transform.transforms:
+        case (RandomizedHadamard() as rotation,) if scheme.keys.per_token:
+            return rotation
+    raise ValueError(
+        f"scheme is {scheme.name!r}; accepted: one whose keys have a randomized Hadamard rotation alone and a "
+        "per-token quantizer, such as 'hadamard-int4'"
+    )

@@ -1,0 +1,225 @@
+"""The calibration file: safetensors with a manifest, and the scheme that it stands for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from kvlab.calibrate.compose import calibrated_scheme, rotation_of
+from kvlab.checks import check_finite
+from kvlab.schemes import Scheme, get_scheme
+from kvlab.transforms.parameters import check_integer
+
+FORMAT = "kvlab-calibration/1"
+INGREDIENTS = ("rotation_seeds", "key_means")
+MANIFEST_KEY = "kvlab"
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Rotation seeds and key means of each full-attention layer, with where they come from.
+
+    Attributes
+    ----------
+    seeds
+        Absolute decoder layer → seed of its rotation.
+    key_means
+        The same layers → float32 ``[num_kv_heads, head_dim]``; None where keys are not centred.
+    manifest
+        What can be written as JSON: ``format``, ``kvlab`` (its version), ``date``, ``model``, ``config_hash``,
+        ``num_kv_heads``, ``head_dim``, ``scheme`` (the base), ``ingredients``, ``captures`` and ``holdout`` (each
+        with ``capture_hash``, ``text_hash``, ``revision``, ``tokens``), ``objective``, ``search`` (its ``seeds``
+        and ``tokens``) and per layer ``layers``: every seed's objective, the finalists' attention-output errors,
+        ``error_before`` and ``error_after``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A base scheme that is unknown or has no rotation, an ingredient that this version does not know, a seed below
+        0, means that are not finite or of another shape than the manifest says.
+    """
+
+    seeds: dict[int, int]
+    key_means: dict[int, torch.Tensor] | None
+    manifest: dict
+
+    def __post_init__(self) -> None:
+        rotation_of(get_scheme(self.base))
+        for seed in self.seeds.values():
+            check_integer(seed, "rotation seed", minimum=0)
+        unknown = set(self.manifest["ingredients"]) - set(INGREDIENTS)
+        if unknown:
+            accepted = ", ".join(INGREDIENTS)
+            raise ValueError(f"calibration has the ingredient {min(unknown)!r}; accepted by this kvlab: {accepted}")
+        if ("key_means" in self.manifest["ingredients"]) != (self.key_means is not None):
+            raise ValueError("calibration disagrees with its manifest on key_means; accepted: both or neither")
+        shape = [self.manifest["num_kv_heads"], self.manifest["head_dim"]]
+        for layer, mean in (self.key_means or {}).items():
+            if list(mean.shape) != shape:
+                raise ValueError(f"key_means of layer {layer} has shape {list(mean.shape)}; accepted: {shape}")
+            check_finite(mean, f"key_means of layer {layer}")
+        parts = (self.manifest["layers"], self.seeds, self.key_means or self.seeds)
+        if len({tuple(sorted(map(int, part))) for part in parts}) > 1:
+            raise ValueError(f"calibration has seeds for layers {list(self.layers)}; accepted: those of its manifest")
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Absolute decoder layers, in order."""
+        return tuple(sorted(self.seeds))
+
+    @property
+    def base(self) -> str:
+        """Name of the scheme that was calibrated."""
+        return self.manifest["scheme"]
+
+    def scheme(self, name: str = "calibrated") -> Scheme:
+        """Return the scheme to measure, apply and serve: ``base`` with these seeds and means."""
+        return calibrated_scheme(self.base, self.seeds, self.key_means, name=name)
+
+    @property
+    def search(self) -> pd.DataFrame:
+        """Every seed's objective, tidy: ``layer``, ``seed``, ``objective``."""
+        seeds = self.manifest["search"]["seeds"]
+        rows = [
+            (layer, seed, objective)
+            for layer in self.layers
+            for seed, objective in zip(seeds, self._entry(layer)["objectives"], strict=True)
+        ]
+        return pd.DataFrame(rows, columns=["layer", "seed", "objective"])
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row per layer: the spread of the objective over all seeds, the seed chosen, errors before and after.
+
+        Columns ``layer``, ``seed``, ``objective`` (of that seed), ``min``, ``q1``, ``median``, ``q3``, ``max``
+        (over all seeds), ``error_before`` (base scheme) and ``error_after``: attention-output errors, K stored,
+        on what was held out.
+        """
+        rows = []
+        for layer, own in self.search.groupby("layer"):
+            quantiles = own["objective"].quantile([0, 0.25, 0.5, 0.75, 1]).tolist()
+            chosen = own.loc[own["seed"] == self.seeds[layer], "objective"].item()
+            entry = self._entry(layer)
+            rows.append((layer, self.seeds[layer], chosen, *quantiles, entry["error_before"], entry["error_after"]))
+        spread = ["min", "q1", "median", "q3", "max"]
+        return pd.DataFrame(rows, columns=["layer", "seed", "objective", *spread, "error_before", "error_after"])
+
+    def _entry(self, layer: int) -> dict:
+        return self.manifest["layers"][str(layer)]
+
+    def check_applies(self, config_hash: str, layers: Iterable[int], num_kv_heads: int, head_dim: int) -> None:
+        """Check that this calibration is of a model and has all ``layers`` of it.
+
+        Raises
+        ------
+        ValueError
+            Another config hash, heads of another number or size, or a layer that was not calibrated.
+        """
+        given = {"config_hash": config_hash, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, value in given.items():
+            if value != self.manifest[name]:
+                raise ValueError(
+                    f"calibration is of {self.manifest['model']}, {name} {self.manifest[name]}; accepted: {value}"
+                )
+        if missing := sorted(set(layers) - set(self.layers)):
+            raise ValueError(f"calibration lacks layers {missing}; accepted: one with every full-attention layer")
+
+    def save(self, path: str | Path) -> Path:
+        """Write the file, whole or not at all; equal calibrations give equal bytes.
+
+        Returns
+        -------
+        pathlib.Path
+            ``path``.
+        """
+        tensors = {
+            "layers": torch.tensor(self.layers),
+            "rotation_seeds": torch.tensor([self.seeds[layer] for layer in self.layers]),
+        }
+        if self.key_means is not None:
+            tensors["key_means"] = torch.stack([self.key_means[layer] for layer in self.layers]).float().cpu()
+        # One entry only: safetensors writes several in an order of its own.
+        metadata = {MANIFEST_KEY: json.dumps(self.manifest, sort_keys=True, ensure_ascii=False)}
+        path = Path(path)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            scratch.write_bytes(save(tensors, metadata))
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path, *, config_hash: str | None = None) -> Calibration:
+        """Read a file that `save` wrote.
+
+        Parameters
+        ----------
+        path
+            The file.
+        config_hash
+            Of the model it is meant for; None does not check.
+
+        Raises
+        ------
+        ValueError
+            The file cannot be read or is no calibration, of another format version or model, has ingredients
+            that this version does not know, or tensors that do not fit its manifest.
+        """
+        try:
+            manifest, tensors = _read(Path(path))
+            return cls._assemble(manifest, tensors, config_hash)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no valid calibration file: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def _assemble(cls, manifest: dict, tensors: dict[str, torch.Tensor], config_hash: str | None) -> Calibration:
+        if config_hash not in (None, manifest["config_hash"]):
+            raise ValueError(
+                f"calibration is of {manifest['model']}, config_hash {manifest['config_hash']}; accepted: {config_hash}"
+            )
+        expected = {"layers", *manifest["ingredients"]}
+        if set(tensors) != expected and set(manifest["ingredients"]) <= set(INGREDIENTS):
+            raise ValueError(f"calibration has the tensors {sorted(tensors)}; accepted: {sorted(expected)}")
+        layers, seeds, means = tensors["layers"], tensors["rotation_seeds"], tensors.get("key_means")
+        integers = layers.dtype == seeds.dtype == torch.int64
+        if not integers or layers.ndim != 1 or seeds.shape != layers.shape or not len(layers):
+            raise ValueError(
+                f"rotation_seeds is {seeds.dtype} {list(seeds.shape)} for layers {layers.dtype} {list(layers.shape)}; "
+                "accepted: int64, one per layer"
+            )
+        if means is not None and (means.dtype != torch.float32 or means.ndim != 3 or len(means) != len(layers)):
+            shape = [len(layers), manifest["num_kv_heads"], manifest["head_dim"]]
+            raise ValueError(f"key_means is {means.dtype} {list(means.shape)}; accepted: float32 {shape}")
+        indices = layers.tolist()
+        return cls(
+            seeds=dict(zip(indices, seeds.tolist(), strict=True)),
+            key_means=None if means is None else dict(zip(indices, means.unbind(), strict=True)),
+            manifest=manifest,
+        )
+
+
+def _read(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Manifest and tensors of a file of this format version."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(MANIFEST_KEY, "null")
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"cannot be read as safetensors ({error}); accepted: a calibration file") from None
+    manifest = json.loads(text)
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT:
+        kind = "no calibration file" if found is None else f"of format {found!r}"
+        raise ValueError(f"is {kind}; accepted: {FORMAT!r}")
+    return manifest, tensors
