@@ -1,0 +1,144 @@
+"""What the command line does with captures: measure, calibrate, and say it to people or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from kvlab.calibrate import Calibration, calibrate
+from kvlab.capture_files import StoredCapture, open_capture
+from kvlab.capture_job import choose_device
+from kvlab.measure import layers_lowered_by_folding, measure_captures, over_texts
+from kvlab.schemes import Scheme
+
+SCHEMES = ("fp8", "int4", "hadamard-int4", "hadamard-int4-with-gain", "int4-per-token-head", "turboquant-4bit")
+
+
+def open_captures(folders: Sequence[Path], device: torch.device | str = "cpu") -> dict[str, StoredCapture]:
+    """Open captures by folder name, their tensors bound for ``device``.
+
+    Raises
+    ------
+    ValueError
+        A folder is no finished capture, two have one name, or two captures are of different models.
+    """
+    captures = {folder.resolve().name: open_capture(folder, device) for folder in folders}
+    if len(captures) < len(folders):
+        raise ValueError(f"captures are {', '.join(map(str, folders))}; accepted: folders of different names")
+    for field, meaning in {"config_hash": "architectures", "revision": "revisions of a model"}.items():
+        found = {getattr(capture.manifest, field) for capture in captures.values()}
+        if len(found) > 1:
+            raise ValueError(f"captures are of {len(found)} {meaning}; accepted: captures of one model")
+    ranges = {(capture.manifest.text_hash, capture.manifest.first_token) for capture in captures.values()}
+    if len(ranges) < len(captures):
+        raise ValueError(f"captures {', '.join(captures)} have a text twice; accepted: captures of different texts")
+    return captures
+
+
+def measure(
+    folders: Sequence[Path], schemes: Sequence[str] | None, calibration: Path | None, device: str | None
+) -> dict[str, pd.DataFrame]:
+    """Tables of `measure_captures` for captures on disk, a calibration measured beside the schemes.
+
+    Raises
+    ------
+    ValueError
+        A capture, scheme or calibration file that is not accepted.
+    """
+    captures = open_captures(folders, choose_device(device))
+    chosen: list[str | Scheme] = list(schemes or SCHEMES)
+    if calibration is not None:
+        manifest = next(iter(captures.values())).manifest
+        loaded = Calibration.load(calibration, config_hash=manifest.config_hash)
+        _check_calibration(loaded, calibration, captures)
+        chosen.append(loaded.scheme())
+    return measure_captures(captures, chosen, progress=True)
+
+
+def _check_calibration(loaded: Calibration, path: Path, captures: Mapping[str, StoredCapture]) -> None:
+    """Refuse a calibration of another revision of the model, or one that has seen a text that it is measured on."""
+    try:
+        seen = {
+            role: [(entry["text_hash"], entry["revision"]) for entry in loaded.manifest[entries]]
+            for role, entries in {"calibrated on": "captures", "decided by": "holdout"}.items()
+        }
+    except (KeyError, TypeError):
+        raise ValueError(f"calibration {path} has a damaged manifest; accepted: what kvlab calibrate wrote") from None
+    for name, capture in captures.items():
+        for role, entries in seen.items():
+            if any(capture.manifest.text_hash == text for text, _ in entries):
+                raise ValueError(f"capture {name} is of a text that {path} was {role}; accepted: another text")
+            if any(capture.manifest.revision != revision for _, revision in entries):
+                raise ValueError(f"capture {name} is of another revision of the model than {path}; accepted: the same")
+
+
+def as_document(tables: Mapping[str, pd.DataFrame]) -> dict[str, object]:
+    """Return the tables as JSON rows, with the figures over texts that people compare."""
+    return {name: table.to_dict("records") for name, table in (*tables.items(), *_summaries(tables).items())}
+
+
+def as_text(tables: Mapping[str, pd.DataFrame]) -> str:
+    """Return what people read: means over layers and texts, the spread over texts, where folding helps."""
+    summaries = _summaries(tables)
+    outliers = summaries["outliers_over_texts"].to_string(index=False, float_format="{:.2f}".format, na_rep="–")
+    errors = summaries["errors_over_texts"].pivot(index="scheme", columns="stored", values="mean")
+    lines = [
+        "Outlier ratio, mean over layers:",
+        outliers,
+        "",
+        "Attention-output error, mean over layers:",
+        errors.sort_values(errors.columns[0]).to_string(float_format="{:.2%}".format),
+    ]
+    per_layer = tables["outliers"].groupby(["layer", "form"], sort=False)["ratio"].mean().reset_index()
+    lowered, layers = layers_lowered_by_folding(per_layer)
+    if layers:
+        lines += ["", f"Without the QK-norm gain the ratio is lower in {lowered} of {layers} layers."]
+    return "\n".join(lines)
+
+
+def _summaries(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    return {
+        "outliers_over_texts": over_texts(tables["outliers"], "ratio", ["form"]),
+        "errors_over_texts": over_texts(tables["attention_error"], "error", ["scheme", "stored", "bits"]),
+    }
+
+
+def calibrate_captures(
+    folders: Sequence[Path],
+    holdout: Sequence[Path],
+    out: Path,
+    seeds: int,
+    tokens: int | None,
+    device: str | None,
+) -> dict[str, object]:
+    """Calibrate on captures, write the file and return its manifest.
+
+    Raises
+    ------
+    ValueError
+        A capture that is not accepted, a text both calibrated and held out, a file that cannot be written.
+    """
+    if out.is_dir() or not out.parent.is_dir():
+        raise ValueError(f"out is {str(out)!r}; accepted: a file in a folder that exists")
+    calibration = calibrate(
+        open_captures(folders).values(),
+        open_captures(holdout).values() if holdout else None,
+        seeds=seeds,
+        tokens=tokens,
+        device=choose_device(device),
+        progress=True,
+    )
+    calibration.save(out)
+    return calibration.manifest
+
+
+def calibration_as_text(manifest: Mapping[str, dict], out: Path) -> str:
+    """Return what a calibration gained, layer by layer."""
+    lines = [
+        f"layer {layer:>3}: attention-output error of keys {entry['error_before']:.2%} → {entry['error_after']:.2%}"
+        for layer, entry in manifest["layers"].items()
+    ]
+    return "\n".join([*lines, f"written to {out}"])

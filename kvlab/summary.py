@@ -1,0 +1,85 @@
+"""What the figures show, in numbers that a person reads first."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from kvlab import measure
+from kvlab.measure.outliers import layers_lowered_by_folding
+from kvlab.tables import WRITE_UP, published
+
+
+def summarise(tables: dict[str, pd.DataFrame], where: str) -> str:
+    """Return the numbers a reader asks for first, as Markdown.
+
+    Parameters
+    ----------
+    tables
+        ``rounding``, ``outliers``, ``attention_error`` and, where it was measured, ``loss``.
+    where
+        Model, text, machine and date.
+    """
+    outliers = tables["outliers"].groupby("form")["ratio"].agg(["max", "mean"])
+    rounding = tables["rounding"].groupby("state")["relative_error"].first()
+    errors = tables["attention_error"]
+    mean = errors.pivot_table(index="scheme", columns="stored", values="error")[list(measure.STORED)]
+    theirs = published("attention_error").set_index("scheme")["error"]
+    lines = [
+        "# What these figures show",
+        "",
+        where,
+        "",
+        f"*Published* marks the write-up's figures for Kolibri-1 at 128k, {WRITE_UP}; all else is measured here.",
+        "",
+        "## One key in 4 bits (`rounding`)",
+        f"Relative error {rounding['before rotation']:.1%} before the rotation, "
+        f"{rounding['after rotation']:.1%} after.",
+        "",
+        "## Channel outliers (`outliers`)",
+        "| keys | largest layer | mean over layers | published |",
+        "|---|---|---|---|",
+    ]
+    bounds = published("outliers").set_index("keys")["max_ratio"]
+    for form, row in outliers.reindex([form for form in measure.outliers.FORMS if form in outliers.index]).iterrows():
+        bound = f"≤ {bounds[form]:g}" if form in bounds else "–"
+        lines.append(f"| {form} | {row['max']:.2f} | {row['mean']:.2f} | {bound} |")
+    lowered, layers = layers_lowered_by_folding(tables["outliers"])
+    without = f"lower in {lowered} of {layers} layers" if layers else "not applicable: this model has no QK-norm"
+    lines += [
+        "",
+        f"Without the QK-norm gain: {without} (published: 7 of 10).",
+        "",
+        "## Attention-output error (`attention_error`), mean over layers",
+        "| scheme | bits | keys stored | values stored | both | published, keys |",
+        "|---|---|---|---|---|---|",
+    ]
+    head_bits = errors[errors["stored"] == "KV"].groupby("scheme")["bits"].first()
+    for name, row in mean.sort_values("K").iterrows():
+        figure = f"{theirs[name]:.1%}" if name in theirs else "–"
+        lines.append(
+            f"| {name} | {head_bits[name]:.2f} | {row['K']:.2%} | {row['V']:.2%} | {row['KV']:.2%} | {figure} |"
+        )
+    lines += [
+        "",
+        "KIVI's keys share scales between 32 tokens and keep the most recent ones exact; all others stand alone.",
+    ]
+    if "loss" in tables:
+        lines += _loss_lines(tables["loss"].set_index("scheme"))
+    return "\n".join(lines) + "\n"
+
+
+def _loss_lines(loss: pd.DataFrame) -> list[str]:
+    lines = [
+        "",
+        "## Loss (`loss`)",
+        f"The first {loss['tokens'].iloc[0]:,} tokens. `exact` stores nothing: it is the model's own float32 cache.",
+        "",
+        "| scheme | bits | loss, nats per token | increase | ± (95%, over tokens) |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in loss.iterrows():
+        lines.append(
+            f"| {name} | {row['bits']:.2f} | {row['loss']:.4f} | {row['increase']:+.4f} | "
+            f"{1.96 * row['standard_error']:.4f} |"
+        )
+    return lines

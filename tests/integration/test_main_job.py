@@ -1,0 +1,66 @@
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+
+from kvlab import figures
+from kvlab.cli import main
+
+pytestmark = pytest.mark.integration
+
+NAMES = ("attention_error", "loss", "outliers", "rounding")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("main") / "new" / "figures"
+    command = [sys.executable, "-c", "from kvlab.cli import main; main()", "figures", "--quick", "--out", str(out)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout == f"13 files in {out}; start with {out / 'summary.md'}\n"
+    assert "%|" in run.stderr
+    return out
+
+
+def test_every_figure_comes_as_png_svg_and_numbers(folder):
+    expected = {f"{name}.{ending}" for name in NAMES for ending in ("png", "svg", "csv")} | {"summary.md"}
+    assert {path.name for path in folder.iterdir()} == expected
+
+
+def test_the_numbers_are_the_figures(folder):
+    errors = pd.read_csv(folder / "attention_error.csv")
+    assert set(errors["scheme"]) == set(figures.QUICK_SCHEMES)
+    assert set(errors["stored"]) == {"K", "V", "KV"}
+    assert errors["layer"].nunique() == 30
+    svg = (folder / "attention_error.svg").read_text()
+    mean = errors[(errors["stored"] == "K") & (errors["scheme"] == "fp8")]["error"].mean()
+    assert f"{mean:.2%}" in svg
+    assert "published 5.7%" in svg
+
+
+def test_the_summary_tells_measured_from_published(folder):
+    summary = (folder / "summary.md").read_text()
+    assert "Measured: SmolLM2-135M-Instruct" in summary
+    assert "published: 7 of 10" in summary
+    assert "| 5.7% |" in next(line for line in summary.splitlines() if line.startswith("| hadamard-int4 |"))
+
+
+def test_a_failure_leaves_nothing(monkeypatch, tmp_path, capsys):
+    def fail(*_args, **_kwargs):
+        raise ValueError("no luck")
+
+    monkeypatch.setattr(figures, "_analyse", fail)
+    monkeypatch.setattr(figures, "_capture", lambda *_args, **_kwargs: None)
+    out = tmp_path / "new"
+    with pytest.raises(SystemExit) as stop:
+        main(["figures", "--out", str(out)])
+    assert (stop.value.code, capsys.readouterr().err) == (2, "kvlab: no luck\n")
+    assert not out.exists()
+
+
+def test_a_folder_in_the_way_is_noticed_before_any_file_moves(folder, monkeypatch, tmp_path):
+    tables = {name: pd.read_csv(folder / f"{name}.csv") for name in NAMES}
+    (tmp_path / "rounding.csv").mkdir()
+    with pytest.raises(ValueError, match=r"out has a folder 'rounding\.csv' where a file goes"):
+        figures._write(tmp_path, lambda: (tables, "somewhere"), progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["rounding.csv"]
