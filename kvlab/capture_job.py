@@ -168,9 +168,7 @@ def streamed_manifest(source: WeightSource, text: str, first_token: int, tokens:
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        kvlab=kvlab.__version__,
-        date=provenance.today(),
-        machine=provenance.machine(),
+        **provenance.stamp(),
     )
 
 
@@ -191,13 +189,13 @@ def stream_to_disk(
     ValueError
         The device's memory does not hold one layer and its working set.
     """
-    if not writer.missing():
+    wanted = writer.missing()
+    if not wanted:
         return writer.finish()
     model = StreamedModel(source, device, dtype, chunk_tokens)
     home = hidden_home(model, writer.manifest)
     kept = writer.load_hidden()
     hidden, done = (kept[0].to(home), kept[1]) if kept else (model.embed(input_ids, home), -1)
-    wanted = writer.missing()
     recorders: dict[int, LayerRecorder] = {}
 
     def record(index: int, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -313,9 +311,7 @@ def forward_to_disk(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        kvlab=kvlab.__version__,
-        date=provenance.today(),
-        machine=provenance.machine(),
+        **provenance.stamp(),
     )
     writer = CaptureWriter(out, manifest)
     if writer.missing():

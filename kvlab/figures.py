@@ -85,7 +85,7 @@ def capture_default(chosen: Settings = FULL, *, progress: bool = False) -> Captu
     """Run the embedded default model over the embedded text and return what its attention saw.
 
     Where the environment variable ``KVLAB_CAPTURE`` names a capture on disk, that one is opened instead, so
-    that every notebook runs on it.
+    that notebooks which need no more than a capture run on it.
     """
     if folder := os.environ.get("KVLAB_CAPTURE"):
         return open_capture(folder)

@@ -34,6 +34,11 @@ def versions() -> str:
     )
 
 
+def stamp() -> dict[str, str]:
+    """Return version, day and machine, as manifests keep them: ``kvlab``, ``date``, ``machine``."""
+    return {"kvlab": kvlab.__version__, "date": today(), "machine": machine()}
+
+
 def today() -> str:
     """Today's date, ISO 8601."""
     return datetime.date.today().isoformat()
