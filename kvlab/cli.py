@@ -21,6 +21,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+bench = typer.Typer(help="Measure speed, beside what ships today.", rich_markup_mode=None)
+app.add_typer(bench, name="bench")
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 
@@ -170,6 +172,28 @@ def calibrate_command(
 
     document = measure_job.calibrate_captures(captures, holdout or [], out, seeds, tokens, device)
     typer.echo(json.dumps(document) if as_json else measure_job.calibration_as_text(document, out))
+
+
+@bench.command(name="kernels")
+def bench_kernels_command(
+    quick: Annotated[bool, typer.Option("--quick", help="One shape and fewer batches and contexts.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the whole table to this CSV file.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time decode attention, the store and prefill on this GPU, beside vLLM's kernels and a plain copy."""
+    from kvlab.bench import kernels
+    from kvlab.serving import stock_kernels as stock
+
+    command = "kvlab bench kernels" + (" --quick" if quick else "")
+    table, notes = kernels.bench_kernels(
+        stock.DECODE, stock.STORE, stock.PREFILL, flash=stock.flash_attention_3(), quick=quick, command=command
+    )
+    if out is not None:
+        kernels.write_table(table, notes, out)
+    if as_json:
+        typer.echo(json.dumps({"rows": json.loads(table.to_json(orient="records")), "notes": notes}))
+    else:
+        typer.echo(kernels.as_text(table, notes))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """Figures: a table in, a matplotlib Figure out, all in one style."""
 
 from kvlab.plots.attention_error import plot_attention_error
+from kvlab.plots.kernels import plot_decode_times, plot_store_times, run_of
 from kvlab.plots.loss import plot_loss
 from kvlab.plots.outliers import plot_outliers
 from kvlab.plots.rounding import plot_rounding
@@ -9,10 +10,13 @@ from kvlab.plots.style import save, scheme_color, style
 
 __all__ = [
     "plot_attention_error",
+    "plot_decode_times",
     "plot_loss",
     "plot_outliers",
     "plot_rounding",
     "plot_seed_spread",
+    "plot_store_times",
+    "run_of",
     "save",
     "scheme_color",
     "style",

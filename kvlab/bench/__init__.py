@@ -1,0 +1,1 @@
+"""Benchmarks: what the kernels take, beside their competitors, on one GPU in one run."""

@@ -1,0 +1,1 @@
+"""Everything that imports vLLM; nothing outside this package does."""

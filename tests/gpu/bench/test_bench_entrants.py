@@ -1,0 +1,59 @@
+import pytest
+import torch
+
+from kvlab.bench import cases, ours
+from kvlab.bench.cases import DecodeCase, PrefillCase, StoreCase
+from kvlab.serving import stock_kernels
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CUDA = torch.device("cuda")
+CASE = DecodeCase(24, 2, (4097, 33, 1000), "ragged", q_len=2)
+
+
+@pytest.fixture(autouse=True)
+def few_sets(monkeypatch):
+    monkeypatch.setattr(cases, "ROTATED_BYTES", 1)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tolerance"),
+    # BF16 rounds probabilities and output to 2^-9, FP8 the probabilities to 2^-4; 2 for their sum.
+    [("bf16", 2 * 2**-9), ("fp8", 2**-4)],
+)
+def test_stock_is_called_as_it_is_meant(scheme, tolerance):
+    pytest.importorskip("vllm")
+    entry = stock_kernels.DECODE[scheme](CASE, CUDA)
+    assert 0 < entry.error() < tolerance
+
+
+@pytest.mark.parametrize("scheme", ["int4-per-token-head", "turboquant-4bit"])
+def test_vllm_int4_runs(scheme):
+    pytest.importorskip("vllm")
+    entry = stock_kernels.DECODE[scheme](DecodeCase(24, 2, (4097, 33, 1000)), CUDA)
+    entry.calls[0]()
+    torch.cuda.synchronize()
+
+
+def test_our_decode_is_within_the_bar():
+    assert 0 < ours.decode(CASE, CUDA).error() < 2e-3
+
+
+def test_our_store_is_within_the_bar():
+    # As on the CPU: queries to bfloat16, and one code in a hundred off by one.
+    assert 0 < ours.store(StoreCase(24, 2, 70), CUDA).error() < 0.034
+
+
+@pytest.mark.parametrize("flash", ["torch", "vllm"])
+def test_our_prefill_is_within_the_bar(flash):
+    attention = stock_kernels.flash_attention_3() if flash == "vllm" else None
+    if flash == "vllm" and attention is None:
+        pytest.skip("needs vLLM's FlashAttention 3")
+    # 2^-9 is the output's own rounding to bfloat16, as much again what fp16 leaves.
+    assert 0 < ours.prefill(PrefillCase(24, 2, (4097, 300), 130), CUDA, attention).error() < 2 * 2**-9
+
+
+def test_stock_prefill_runs():
+    pytest.importorskip("vllm")
+    stock_kernels.paged_fp8_prefill(PrefillCase(24, 2, (4097, 300), 130), CUDA).calls[0]()
+    torch.cuda.synchronize()
