@@ -21,7 +21,7 @@ from kvlab.capture_files import StoredCapture, describe, open_capture
 from kvlab.models.default import MODEL_NAME, default_model, default_text, text_hash, tokenize
 from kvlab.recording import Capture, capture
 from kvlab.summary import summarise
-from kvlab.tables import WRITE_UP, published
+from kvlab.tables import WRITE_UP, measured, published
 
 SCHEMES = (
     "fp8",
@@ -157,11 +157,11 @@ def make_figures(out: Path, chosen: Settings = FULL, *, progress: bool = True) -
         model, tokenizer = default_model()
         ids = tokenize(tokenizer, default_text(), chosen.tokens)
         captured = _capture(model, ids, chosen, progress=progress)
-        measured = _analyse({"": captured}, chosen.schemes, progress=progress)
+        made = _analyse({"": captured}, chosen.schemes, progress=progress)
         del captured
         loss_ids = ids[:, : chosen.loss_tokens]
-        measured["loss"] = measure.loss_table(model, loss_ids, chosen.loss_schemes, progress=progress)
-        return measured, source(chosen.tokens)
+        made["loss"] = measure.loss_table(model, loss_ids, chosen.loss_schemes, progress=progress)
+        return made | kernel_tables(), source(chosen.tokens)
 
     return _write(out, tables, progress=progress)
 
@@ -195,6 +195,15 @@ def make_capture_figures(
         ``out`` cannot be written, or the captures are of different models.
     """
     return _write(out, lambda: (_analyse(captures, chosen.schemes, progress=progress), where), progress=progress)
+
+
+def kernel_tables() -> Tables:
+    """Return what this project measured of its kernels on a GPU: ``kernels_decode`` and ``kernels_store``.
+
+    It is only drawn here; ``kvlab bench kernels`` measures.
+    """
+    table = measured("kernels_h200")
+    return {f"kernels_{kernel}": table[table["kernel"].isin(["copy", kernel])] for kernel in ("decode", "store")}
 
 
 def _analyse(captures: Mapping[str, Capture], schemes: Iterable[str], *, progress: bool) -> Tables:
@@ -273,4 +282,10 @@ def _draw(tables: Tables, where: str) -> dict[str, Figure]:
         figures["loss"] = plots.plot_loss(
             tables["loss"], title=title, source=f"The first {tokens:,} tokens only. {where}"
         )
+    if "kernels_decode" in tables:
+        decode, store = tables["kernels_decode"], tables["kernels_store"]
+        title = "Decode attention: time against context and batch"
+        figures["kernels_decode"] = plots.plot_decode_times(decode, title=title, source=plots.run_of(decode))
+        title = "From the projection to the cache: time against new tokens"
+        figures["kernels_store"] = plots.plot_store_times(store, title=title, source=plots.run_of(store))
     return figures

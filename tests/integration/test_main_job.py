@@ -9,7 +9,7 @@ from kvlab.cli import main
 
 pytestmark = pytest.mark.integration
 
-NAMES = ("attention_error", "loss", "outliers", "rounding")
+NAMES = ("attention_error", "kernels_decode", "kernels_store", "loss", "outliers", "rounding")
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("main") / "new" / "figures"
     command = [sys.executable, "-c", "from kvlab.cli import main; main()", "figures", "--quick", "--out", str(out)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert run.stdout == f"13 files in {out}; start with {out / 'summary.md'}\n"
+    assert run.stdout == f"19 files in {out}; start with {out / 'summary.md'}\n"
     assert "%|" in run.stderr
     return out
 
