@@ -117,9 +117,13 @@ def check_number(value: object, name: str, accepted: str = "a finite number") ->
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; accepted: {accepted}")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name} is {value!r}; accepted: {accepted}")
-    return float(value)
+    return number
 
 
 def check_scale(value: object, name: str) -> float:

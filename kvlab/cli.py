@@ -184,6 +184,8 @@ def bench_kernels_command(
     from kvlab.bench import kernels
     from kvlab.serving import stock_kernels as stock
 
+    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
+        raise ValueError(f"out is {str(out)!r}; accepted: a file in a folder that can be written")
     command = "kvlab bench kernels" + (" --quick" if quick else "")
     table, notes = kernels.bench_kernels(
         stock.DECODE, stock.STORE, stock.PREFILL, flash=stock.flash_attention_3(), quick=quick, command=command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -21,11 +22,13 @@ class DecodeCase:
     num_kv_heads: int = 2
     head_dim: int = 128
     block_size: int = 32
+    padding: int = 0  # bytes behind each block
 
     def __str__(self):
         lengths = "-".join(map(str, self.lengths))
         heads = f"{self.group * self.num_kv_heads}/{self.num_kv_heads}x{self.head_dim}"
-        return f"tokens={lengths},q_len={self.q_len},heads={heads},block={self.block_size}"
+        padding = f"+{self.padding}" if self.padding else ""
+        return f"tokens={lengths},q_len={self.q_len},heads={heads},block={self.block_size}{padding}"
 
     @property
     def num_heads(self) -> int:
@@ -53,10 +56,11 @@ class DecodeCase:
             + torch.arange(length) % self.block_size
             for blocks, length in zip(order, self.lengths, strict=True)
         ]
-        cache = torch.empty(
-            sum(needed) + 2, self.num_kv_heads, self.block_size, self.head_dim + 8, dtype=torch.uint8, device=device
-        )
-        cache.view(torch.int16).fill_(poison)
+        shape = (self.num_kv_heads, self.block_size, self.head_dim + 8)
+        size = math.prod(shape)
+        blocks = torch.empty(sum(needed) + 2, size + self.padding, dtype=torch.uint8, device=device)
+        blocks.view(torch.int16).fill_(poison)
+        cache = blocks[:, :size].unflatten(1, shape)
         keys, values = (normal(sum(self.lengths), self.num_kv_heads, self.head_dim) for _ in range(2))
         keys, values = codec.encode(keys), codec.encode(values * value_std)
         write_cells(cache, torch.cat(slots).to(device), keys, values)

@@ -211,7 +211,12 @@ def write_table(table: pd.DataFrame, notes: Iterable[str], path: Path) -> None:
         ``path`` cannot be written.
     """
     comments = HEADER + "".join(f"# {note}\n" for note in notes)
-    path.write_text(comments + table.to_csv(index=False, float_format="%.5g"), encoding="utf-8")
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        temporary.write_text(comments + table.to_csv(index=False, float_format="%.5g"), encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def as_text(table: pd.DataFrame, notes: Iterable[str]) -> str:

@@ -85,8 +85,9 @@ def store(case: StoreCase, device: torch.device) -> Entry:
 
     The error is the larger of two, of the queries and of what the cells hold, against the naive twin in float64.
     """
+    from kvlab.kernels.folding import Folding
     from kvlab.kernels.naive.norm_rotate_store import norm_rotate_store as naive
-    from kvlab.kernels.store import Folding, norm_rotate_store
+    from kvlab.kernels.store import norm_rotate_store
 
     num_bytes = case.moved_bytes(cell_bytes(HEAD_DIM))
     qkv, slots, num_blocks = store_inputs(case, num_bytes, BLOCK_SIZE, device)

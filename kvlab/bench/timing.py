@@ -19,8 +19,8 @@ REPLAYS = 5
 REST_SECONDS = 0.02
 """Before each replay: a GPU under load meets its power limit within tens of milliseconds, as `sustained_us` shows."""
 SINGLES = 15
-FLUSH_BYTES = 1 << 28
-"""Written before a single launch: four times Hopper's L2, and long enough to hide what Python takes to launch."""
+FLUSH_BYTES = 1 << 30
+"""Written before a single launch: many times Hopper's L2, and long enough to hide what Python takes to launch."""
 COPY_BYTES = 1 << 31
 
 

@@ -41,20 +41,22 @@ def choose_backend(
     """
     if backend == "naive":
         return backend
-    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-        current = torch.cuda.current_device()
+    current = torch.cuda.current_device() if device.type == "cuda" and torch.cuda.is_available() else None
+    if current is not None and device.index not in (None, current):
         raise ValueError(f"device is {device}; accepted: the current one, cuda:{current} (see torch.cuda.set_device)")
-    reasons = {"cuda": _why_no_cuda(device), "triton": _why_no_triton(device)}
-    if reasons["cuda"] is None and head_dim not in cuda_head_dims:
-        reasons["cuda"] = f"head_dim is {head_dim}; accepted: {', '.join(map(str, cuda_head_dims))}"
-    if backend is None:
-        if device.type == "cpu":
-            return "naive"
-        backend = "cuda" if reasons["cuda"] is None else "triton"
-    check_choice(backend, "backend", BACKENDS)
-    if reasons[backend] is not None:
-        raise ValueError(f"backend {backend!r} cannot run: {reasons[backend]}")
-    return backend
+    if backend is not None:
+        check_choice(backend, "backend", BACKENDS)
+    elif device.type == "cpu":
+        return "naive"
+    why_no_cuda = _why_no_cuda(device)
+    if why_no_cuda is None and head_dim not in cuda_head_dims:
+        why_no_cuda = f"head_dim is {head_dim}; accepted: {', '.join(map(str, cuda_head_dims))}"
+    if backend is None and why_no_cuda is None:
+        return "cuda"
+    reason = why_no_cuda if backend == "cuda" else _why_no_triton(device)
+    if reason is not None:
+        raise ValueError(f"backend {backend or 'triton'!r} cannot run: {reason}")
+    return backend or "triton"
 
 
 def _why_no_triton(device: torch.device) -> str | None:

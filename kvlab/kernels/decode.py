@@ -7,10 +7,18 @@ import math
 
 import torch
 
-from kvlab.checks import check_choice, check_integer
+from kvlab.checks import check_choice, check_integer, check_number
 from kvlab.kernels import nvrtc
+from kvlab.kernels.arguments import (
+    check_alignment,
+    check_block_table,
+    check_cache,
+    check_dense,
+    check_tensor,
+    resolve_device,
+)
 from kvlab.kernels.backends import choose_backend
-from kvlab.kernels.layout import HEAD_DIMS, REGION_TOKENS, region_bytes, region_view
+from kvlab.kernels.layout import HEAD_DIMS, REGION_TOKENS, region_bytes
 from kvlab.kernels.naive.decode import decode_attention
 
 MAX_Q_LEN = 8
@@ -20,7 +28,8 @@ class DecodePlan:
     """Workspace and schedule of decode attention, for all layers of a model.
 
     Everything has a fixed shape and address, nothing waits for the device: `update` and `attend` can be captured in a
-    CUDA graph and replayed with other sequence lengths. A plan serves one stream at a time.
+    CUDA graph and replayed with other sequence lengths. Kernels are loaded when they are first launched, so call both
+    once before a capture. A plan serves one stream at a time.
 
     Parameters
     ----------
@@ -59,22 +68,29 @@ class DecodePlan:
     ):
         self.num_kv_heads = check_integer(num_kv_heads, "num_kv_heads", minimum=1)
         self.num_heads = check_integer(num_heads, "num_heads", minimum=1)
-        if num_heads % num_kv_heads:
+        if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads is {num_heads}; accepted: a multiple of num_kv_heads {num_kv_heads}")
-        self.head_dim, self.device = check_choice(head_dim, "head_dim", HEAD_DIMS), torch.device(device)
+        self.head_dim, self.device = check_choice(head_dim, "head_dim", HEAD_DIMS), resolve_device(device)
         self.block_size = check_integer(block_size, "block_size", minimum=REGION_TOKENS)
-        if block_size % REGION_TOKENS:
+        if self.block_size % REGION_TOKENS:
             raise ValueError(f"block_size is {block_size}; accepted: a multiple of {REGION_TOKENS} tokens")
         self.max_batch = check_integer(max_batch, "max_batch", minimum=1)
-        self.q_len = check_choice(q_len, "q_len", range(1, MAX_Q_LEN + 1))
-        self.backend = choose_backend(backend, self.device, head_dim=head_dim)
+        self.q_len = check_choice(check_integer(q_len, "q_len", minimum=1), "q_len", range(1, MAX_Q_LEN + 1))
+        self.backend = choose_backend(backend, self.device, head_dim=self.head_dim)
+        self._planned = 0
         if self.backend == "cuda":
             self._kernels = _CudaDecode(self)
         elif self.backend == "triton":
             from kvlab.kernels.triton.decode import TritonDecode
 
             self._kernels = TritonDecode(
-                num_heads, num_kv_heads, head_dim, block_size, max_batch, q_len, device=self.device
+                self.num_heads,
+                self.num_kv_heads,
+                self.head_dim,
+                self.block_size,
+                self.max_batch,
+                self.q_len,
+                device=self.device,
             )
 
     def update(self, seq_lens: torch.Tensor) -> None:
@@ -83,9 +99,14 @@ class DecodePlan:
         Parameters
         ----------
         seq_lens
-            int32 ``[batch]`` on the device, the new tokens included; 0 is an empty sequence.
+            int32 ``[batch]`` on the device, contiguous, the new tokens included; 0 is an empty sequence.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``seq_lens`` is no such tensor.
         """
-        self._check_batch(seq_lens)
+        self._planned = self._check_batch(seq_lens)
         if self.backend == "cuda":
             self._kernels.plan(seq_lens)
 
@@ -130,39 +151,25 @@ class DecodePlan:
         Raises
         ------
         TypeError, ValueError
-            A tensor does not have the dtype, shape, layout or device said here.
+            A tensor does not have the dtype, shape, layout or device said here, or `update` was not called for it.
         """
         batch = self._check_batch(seq_lens)
+        if batch != self._planned:
+            raise ValueError(f"seq_lens has {batch} sequences; accepted: {self._planned}, as update was given")
         rows = (batch * self.q_len, self.num_heads)
-        _check(q, "q", (*rows, self.head_dim), (torch.bfloat16,), self.device)
-        shape = region_view(cache).shape
-        if (cache.device, shape[1], cache.shape[2], cache.shape[3] - 8) != (
-            q.device,
-            self.num_kv_heads,
-            self.block_size,
-            self.head_dim,
-        ):
-            raise ValueError(
-                f"cache has shape {list(cache.shape)} on {cache.device}; accepted: [num_blocks, {self.num_kv_heads}, "
-                f"{self.block_size}, {self.head_dim + 8}] on {q.device}"
-            )
-        if (
-            block_table.dtype != torch.int32
-            or block_table.ndim != 2
-            or len(block_table) != batch
-            or block_table.stride(1) != 1
-        ):
-            raise ValueError(
-                f"block_table is {block_table.dtype} {list(block_table.shape)}; "
-                f"accepted: torch.int32 [{batch}, max_blocks], rows contiguous"
-            )
+        check_dense(q, "q", (*rows, self.head_dim), (torch.bfloat16,), self.device)
+        check_cache(cache, self.num_kv_heads, self.head_dim, self.device, block_size=self.block_size)
+        check_block_table(block_table, self.device, batch=batch)
         out = torch.empty_like(q) if out is None else out
-        _check(out, "out", q.shape, (torch.bfloat16, torch.float32), self.device)
+        check_dense(out, "out", tuple(q.shape), (torch.bfloat16, torch.float32), self.device)
         if lse is not None:
-            _check(lse, "lse", rows, (torch.float32,), self.device)
+            check_dense(lse, "lse", rows, (torch.float32,), self.device)
         if value_mean is not None:
-            _check(value_mean, "value_mean", (self.num_kv_heads, self.head_dim), (torch.float32,), self.device)
-        scale = self.head_dim**-0.5 if scale is None else scale
+            check_dense(value_mean, "value_mean", (self.num_kv_heads, self.head_dim), (torch.float32,), self.device)
+        for name, x in (("q", q), ("out", out), ("value_mean", value_mean)):
+            if x is not None:
+                check_alignment(x, name)
+        scale = self.head_dim**-0.5 if scale is None else check_number(scale, "scale")
         if self.backend == "naive":
             result, result_lse = decode_attention(
                 q, cache, block_table, seq_lens, scale=scale, q_len=self.q_len, value_mean=value_mean
@@ -175,13 +182,16 @@ class DecodePlan:
         return out
 
     def _check_batch(self, seq_lens: torch.Tensor) -> int:
-        if seq_lens.dtype != torch.int32 or seq_lens.ndim != 1 or not 1 <= len(seq_lens) <= self.max_batch:
+        check_tensor(seq_lens, "seq_lens")
+        batch = seq_lens.shape[0] if seq_lens.ndim == 1 else 0
+        if seq_lens.dtype != torch.int32 or not 1 <= batch <= self.max_batch or not seq_lens.is_contiguous():
             raise ValueError(
-                f"seq_lens is {seq_lens.dtype} {list(seq_lens.shape)}; accepted: torch.int32 [1 to {self.max_batch}]"
+                f"seq_lens is {seq_lens.dtype} {list(seq_lens.shape)} with stride {seq_lens.stride()}; "
+                f"accepted: torch.int32 [1 to {self.max_batch}], contiguous"
             )
-        if seq_lens.device.type != self.device.type:
+        if seq_lens.device != self.device:
             raise ValueError(f"seq_lens is on {seq_lens.device}; accepted: {self.device}")
-        return len(seq_lens)
+        return batch
 
 
 class _OutputArgument(ctypes.Structure):
@@ -247,7 +257,8 @@ class _CudaDecode:
             return torch.empty(shape, dtype=dtype, device=plan.device)
 
         self._before = empty(plan.max_batch + 1, dtype=torch.int32)
-        self._share = empty(self.shares, 4, dtype=torch.int32)
+        # No regions: what no plan has filled is no work.
+        self._share = torch.zeros(self.shares, 4, dtype=torch.int32, device=plan.device)
         self._splits = empty(segments, 2, dtype=torch.int32)
         partial_rows = (self.shares + segments) * self.row_blocks * block_rows
         self._partial = empty(partial_rows, plan.head_dim, dtype=torch.float32)
@@ -286,7 +297,7 @@ class _CudaDecode:
             shared_bytes=self.shared_bytes,
         )
         rows = len(q) * self.num_heads
-        # Few rows have many splits, and four thread blocks share one; of more rows none has over 32, one round of loads.
+        # A row among few has many splits, and four thread blocks share it.
         combine, threads, parts = (self._combine_parts, 256, 4) if rows <= 128 else (self._combine_rows, 128, 1)
         combine(
             (rows * parts,),
@@ -296,16 +307,6 @@ class _CudaDecode:
             output,
             self.num_heads,
             self.num_kv_heads,
+            # It reads the plan before it waits for decode: decode itself has waited for the plan, as it never overlaps.
             overlap_previous=True,
-        )
-
-
-def _check(
-    x: torch.Tensor, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    if x.dtype not in dtypes or tuple(x.shape) != tuple(shape) or not x.is_contiguous() or x.device.type != device.type:
-        accepted = " or ".join(map(str, dtypes))
-        raise ValueError(
-            f"{name} is {x.dtype} {list(x.shape)}{'' if x.is_contiguous() else ', not contiguous,'} on {x.device}; "
-            f"accepted: {accepted} {list(shape)}, contiguous, on {device}"
         )

@@ -12,6 +12,7 @@ import torch
 
 from kvlab.checks import check_choice
 from kvlab.kernels import nvrtc
+from kvlab.kernels.arguments import check_alignment, check_block_table, check_cache, check_dense, check_tensor
 from kvlab.kernels.backends import choose_backend
 from kvlab.kernels.layout import HEAD_DIMS, METADATA_BYTES, REGION_TOKENS, region_view
 from kvlab.kernels.naive import prefill as naive
@@ -169,20 +170,24 @@ _BACKENDS = {"cuda": _expand_cuda, "triton": _expand_triton, "naive": _expand_na
 
 
 def _check(cache, block_table, spans, workspace) -> None:
+    if not isinstance(spans, Spans):
+        raise TypeError(f"spans is a {type(spans).__name__}; accepted: a kvlab Spans")
+    check_tensor(cache, "cache")
     _, num_kv_heads, regions, region_bytes = region_view(cache).shape
-    if block_table.dtype != torch.int32 or block_table.ndim != 2 or block_table.stride(1) != 1:
-        kind = f"{block_table.dtype} {list(block_table.shape)}"
-        raise ValueError(f"block_table is {kind}; accepted: torch.int32 [batch, max_blocks], its rows dense")
+    head_dim = region_bytes // REGION_TOKENS - METADATA_BYTES
+    check_cache(cache, num_kv_heads, head_dim, cache.device)
+    check_block_table(block_table, cache.device)
     rows, tokens = len(block_table), block_table.shape[1] * regions * REGION_TOKENS
     if spans.rows > rows or spans.stop > tokens:
         accepted = f"the {rows} rows and {tokens} tokens of block_table"
         raise ValueError(f"spans has {spans.rows} rows, up to token {spans.stop}; accepted: within {accepted}")
-    check_choice(workspace.dtype, "workspace.dtype", (torch.float16, torch.bfloat16, torch.float32))
-    shape = [num_kv_heads, region_bytes // REGION_TOKENS - METADATA_BYTES]
-    if workspace.ndim != 4 or [2, *shape] != [workspace.shape[0], *workspace.shape[2:]]:
-        accepted = f"[2, tokens, {shape[0]}, {shape[1]}]"
-        raise ValueError(f"workspace has shape {list(workspace.shape)}; accepted: {accepted}")
-    if not workspace.is_contiguous() or workspace.device != cache.device or block_table.device != cache.device:
-        raise ValueError(f"workspace or block_table is not dense on {cache.device}; accepted: both with the cache")
+    if spans.table.device != cache.device:
+        raise ValueError(f"spans is on {spans.table.device}; accepted: {cache.device}, where cache is")
+    check_tensor(workspace, "workspace")
+    if workspace.ndim != 4:
+        raise ValueError(f"workspace has shape {list(workspace.shape)}; accepted: [2, tokens, num_kv_heads, head_dim]")
+    shape = (2, workspace.shape[1], num_kv_heads, head_dim)
+    check_dense(workspace, "workspace", shape, (torch.float16, torch.bfloat16, torch.float32), cache.device)
+    check_alignment(workspace, "workspace")
     if spans.num_tokens > workspace.shape[1]:
         raise ValueError(f"spans has {spans.num_tokens} tokens; accepted: at most the workspace's {workspace.shape[1]}")

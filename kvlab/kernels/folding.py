@@ -81,6 +81,10 @@ class Folding:
     v_fragments: Fragments | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        for name in ("q_matrix", "k_matrix", "v_matrix", "k_bias", "v_bias"):
+            x = getattr(self, name)
+            if isinstance(x, torch.Tensor) and (x.is_meta or x.layout != torch.strided):
+                raise ValueError(f"{name} is a {x.layout} tensor on {x.device}; accepted: a dense tensor with memory")
         check_vectors(self.q_matrix, "q_matrix", min_ndim=3)
         for name in ("q_matrix", "k_matrix", "v_matrix", "k_bias", "v_bias"):
             x = getattr(self, name)

@@ -126,6 +126,23 @@ def region_view(cache: torch.Tensor) -> torch.Tensor:
 
     Raises
     ------
+    TypeError, ValueError
+        As `check_layout`.
+    """
+    check_layout(cache)
+    size = REGION_TOKENS * cache.shape[3]
+    return cache.as_strided(
+        (cache.shape[0], cache.shape[1], cache.shape[2] // REGION_TOKENS, size),
+        (cache.stride(0), cache.stride(1), size, 1),
+        cache.storage_offset(),
+    )
+
+
+def check_layout(cache: torch.Tensor) -> None:
+    """Check that a tensor can be a paged 4-bit cache.
+
+    Raises
+    ------
     TypeError
         ``cache`` is no uint8 tensor.
     ValueError
@@ -134,22 +151,19 @@ def region_view(cache: torch.Tensor) -> torch.Tensor:
     if not isinstance(cache, torch.Tensor) or cache.dtype != torch.uint8:
         kind = cache.dtype if isinstance(cache, torch.Tensor) else type(cache).__name__
         raise TypeError(f"cache is a {kind}; accepted: a torch.uint8 tensor")
+    shape, strides = cache.shape, cache.stride()
     accepted = "accepted: [num_blocks, num_kv_heads, block_size, head_dim + 8] with head_dim 64, 128 or 256"
-    if cache.ndim != 4 or cache.shape[3] - METADATA_BYTES not in HEAD_DIMS:
-        raise ValueError(f"cache has shape {list(cache.shape)}; {accepted}")
-    if cache.shape[2] == 0 or cache.shape[2] % REGION_TOKENS:
-        raise ValueError(f"cache has block_size {cache.shape[2]}; accepted: a multiple of {REGION_TOKENS} tokens")
-    if cache.stride(3) != 1 or cache.stride(2) != cache.shape[3]:
-        raise ValueError(f"cache has strides {cache.stride()}; accepted: each (block, head) dense")
-    if cache.stride(0) % 16 or cache.stride(1) % 16:
-        raise ValueError(f"cache has strides {cache.stride()}; accepted: blocks and heads at multiples of 16 bytes")
-    head_dim = cache.shape[3] - METADATA_BYTES
-    size = region_bytes(head_dim)
-    return cache.as_strided(
-        (cache.shape[0], cache.shape[1], cache.shape[2] // REGION_TOKENS, size),
-        (cache.stride(0), cache.stride(1), size, 1),
-        cache.storage_offset(),
-    )
+    if len(shape) != 4 or shape[3] - METADATA_BYTES not in HEAD_DIMS:
+        raise ValueError(f"cache has shape {list(shape)}; {accepted}")
+    if 0 in shape[:2]:
+        raise ValueError(f"cache has shape {list(shape)}; accepted: at least one block and one KV head")
+    if shape[2] == 0 or shape[2] % REGION_TOKENS:
+        raise ValueError(f"cache has block_size {shape[2]}; accepted: a multiple of {REGION_TOKENS} tokens")
+    if strides[3] != 1 or strides[2] != shape[3]:
+        raise ValueError(f"cache has strides {strides}; accepted: each (block, head) dense")
+    apart = [stride for stride, size in zip(strides, shape[:2], strict=False) if size > 1]
+    if any(stride % 16 or stride < shape[2] * shape[3] for stride in apart):
+        raise ValueError(f"cache has strides {strides}; accepted: blocks and heads apart, at multiples of 16 bytes")
 
 
 # In the regions, byte i of a token's *row* holds dimensions 2i (low bits) and 2i + 1. Token T = 8j + 2t + e.

@@ -12,16 +12,17 @@ import ctypes
 import functools
 import hashlib
 import os
-import tempfile
+import threading
 from pathlib import Path
 
 import torch
 
-from kvlab.kernels.layout import region_view
+from kvlab.kernels.layout import REGION_TOKENS
 from kvlab.paths import cache_folder
 
 _SOURCES = Path(__file__).parent / "cuda"
 _ARCHITECTURE = "sm_90a"
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
 
 
@@ -67,25 +68,26 @@ def compile_source(name: str, defines: dict[str, int] | None = None, architectur
     headers = {path.name: path.read_bytes() for path in sorted(_SOURCES.glob("*.cuh"))}
     source = (_SOURCES / name).read_bytes()
     digest = hashlib.sha256(repr((_nvrtc_version(), options, source, headers)).encode()).hexdigest()
-    cached = cache_folder() / "kernels" / f"{Path(name).stem}-{digest[:32]}.cubin"
-    if cached.is_file():
-        return cached.read_bytes()
+    file_name = f"{Path(name).stem}-{digest[:32]}.cubin"
+    if cubin := _read_cached(file_name):
+        return cubin
     program = _checked(
         nvrtc.nvrtcCreateProgram(
             source, name.encode(), len(headers), list(headers.values()), [key.encode() for key in headers]
         )
     )
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        _checked(nvrtc.nvrtcGetProgramLog(program, log))
-        raise RuntimeError(f"NVRTC could not compile {name} for {architecture}:\n{log.decode().strip()}")
-    cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-    _checked(nvrtc.nvrtcDestroyProgram(program))
-    # Without a folder to write to, every process compiles anew.
-    with contextlib.suppress(OSError):
-        _write_whole(cached, cubin)
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+            _checked(nvrtc.nvrtcGetProgramLog(program, log))
+            text = log.decode(errors="replace").rstrip("\0 \n")
+            raise RuntimeError(f"NVRTC could not compile {name} for {architecture}:\n{text}")
+        cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    finally:
+        _checked(nvrtc.nvrtcDestroyProgram(program))
+    _write_cached(file_name, cubin)
     return cubin
 
 
@@ -157,7 +159,7 @@ class Kernel:
 
 
 class CacheArgument(ctypes.Structure):
-    """``struct Cache`` of ``region.cuh``: a paged cache, its strides in bytes."""
+    """``struct Cache`` of ``region.cuh``: a paged cache that was checked, its strides in bytes."""
 
     _fields_ = (
         ("base", ctypes.c_void_p),
@@ -167,8 +169,7 @@ class CacheArgument(ctypes.Structure):
     )
 
     def __init__(self, cache: torch.Tensor):
-        regions = region_view(cache)
-        super().__init__(regions.data_ptr(), regions.stride(0), regions.stride(1), regions.shape[2])
+        super().__init__(cache.data_ptr(), cache.stride(0), cache.stride(1), cache.shape[2] // REGION_TOKENS)
 
 
 def _argument(x: object) -> ctypes.Structure | ctypes._SimpleCData:
@@ -214,10 +215,25 @@ def _checked(answer: tuple) -> object:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that another process sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    Path(temporary).replace(path)
+def _read_cached(file_name: str) -> bytes | None:
+    """Return a compiled kernel that is whole: a file is its SHA-256, then the cubin."""
+    with contextlib.suppress(OSError, RuntimeError):
+        content = (cache_folder() / "kernels" / file_name).read_bytes()
+        digest, cubin = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if hashlib.sha256(cubin).digest() == digest:
+            return cubin
+    return None
+
+
+def _write_cached(file_name: str, cubin: bytes) -> None:
+    """Keep a compiled kernel; without a folder to write to, every process compiles anew."""
+    # RuntimeError: there is no home folder.
+    with contextlib.suppress(OSError, RuntimeError):
+        path = cache_folder() / "kernels" / file_name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        try:
+            temporary.write_bytes(hashlib.sha256(cubin).digest() + cubin)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from kvlab.checks import check_number, check_vectors
+from kvlab.kernels.arguments import check_block_table, check_cache, check_dense
+from kvlab.kernels.backends import choose_backend
 from kvlab.kernels.expand import Span, Spans, expand, to_device
-from kvlab.kernels.layout import METADATA_BYTES, REGION_TOKENS, region_view
+from kvlab.kernels.layout import HEAD_DIMS, METADATA_BYTES, REGION_TOKENS, region_view
 
 WORKSPACE_TOKENS = 65_536
 """What a workspace made here holds at most: 134 MB for 4 KV heads of 128 in fp16."""
@@ -110,13 +113,24 @@ def prefill_attention(
     TypeError, ValueError
         An argument is not of these shapes, dtypes and lengths, or no backend runs on this device.
     """
-    num_kv_heads = _check(q, cache, scale)
+    num_kv_heads = _check(q, cache, block_table, scale)
     lengths, starts = _integers(seq_lens, "seq_lens"), _integers(query_start_loc, "query_start_loc")
+    _check_lengths(lengths, starts, len(q))
+    room = block_table.shape[1] * cache.shape[2]
+    if len(lengths) > len(block_table) or max(lengths, default=0) > room:
+        shape = f"the {len(block_table)} rows of {room} tokens of block_table"
+        raise ValueError(f"seq_lens is {list(lengths)}; accepted: within {shape}")
     if workspace is None:
         shape = (2, min(WORKSPACE_TOKENS, max(sum(lengths), 1)), num_kv_heads, q.shape[2])
         dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
         workspace = torch.empty(shape, dtype=dtype, device=q.device)
+    if workspace.ndim != 4 or workspace.shape[1] == 0:
+        raise ValueError(f"workspace has shape {list(workspace.shape)}; accepted: [2, 1 or more, heads, head_dim]")
     out = torch.empty_like(q) if out is None else out
+    check_dense(out, "out", tuple(q.shape), (torch.bfloat16, torch.float16, torch.float32), q.device)
+    if value_mean is not None:
+        check_dense(value_mean, "value_mean", (num_kv_heads, q.shape[2]), (torch.float32,), q.device)
+    choose_backend(backend, q.device, head_dim=q.shape[2], cuda_head_dims=HEAD_DIMS)
     flash = flash or (_flash_cuda if q.is_cuda else _flash_cpu)
 
     def attend(queries: torch.Tensor, part: _Part, spans: Spans, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +145,8 @@ def prefill_attention(
             causal=causal,
         )
 
-    for part in _plan(lengths, starts, len(q), workspace.shape[1], q.device):
+    stream = torch.cuda.current_stream(q.device) if q.is_cuda else None
+    for part in _plan(lengths, starts, workspace.shape[1], q.device, stream):
         queries = torch.empty_like(q[part.rows], dtype=workspace.dtype)
         torch.mul(q[part.rows], _QUERY_SHRINK, out=queries)
         result, lse = attend(queries, part, part.spans, causal=True)
@@ -183,11 +198,15 @@ class _Part(NamedTuple):
     earlier: list[Spans]  # the pieces before, where one sequence is too long for the workspace
 
 
-@functools.lru_cache(maxsize=4)  # every layer of a step asks for the same
+# Every layer of a step asks for the same; on another stream the tensors inside might not be there yet.
+@functools.lru_cache(maxsize=4)
 def _plan(
-    seq_lens: tuple[int, ...], query_start_loc: tuple[int, ...], num_queries: int, capacity: int, device: torch.device
+    seq_lens: tuple[int, ...],
+    query_start_loc: tuple[int, ...],
+    capacity: int,
+    device: torch.device,
+    stream: torch.cuda.Stream | None,
 ) -> list[_Part]:
-    _check_lengths(seq_lens, query_start_loc, num_queries)
     groups: list[list[tuple[int, Span]]] = []
     room = 0
     for sequence, (start, stop) in enumerate(itertools.pairwise(query_start_loc)):
@@ -241,12 +260,17 @@ def _flash_cpu(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_
 
 
 def _integers(x: Sequence[int] | torch.Tensor, name: str) -> tuple[int, ...]:
-    if isinstance(x, torch.Tensor) and x.device.type != "cpu":
-        raise TypeError(f"{name} is a tensor on {x.device}; accepted: integers on the host, a list or a CPU tensor")
-    return tuple(x.tolist()) if isinstance(x, torch.Tensor) else tuple(x)
+    accepted = "accepted: integers on the host, a list or a CPU tensor"
+    if isinstance(x, torch.Tensor) and (x.device.type != "cpu" or x.ndim != 1):
+        raise TypeError(f"{name} is a tensor {list(x.shape)} on {x.device}; {accepted}")
+    try:
+        numbers = x.tolist() if isinstance(x, torch.Tensor) else list(x)
+        return tuple(operator.index(number) for number in numbers)
+    except TypeError:
+        raise TypeError(f"{name} is {x!r}; {accepted}") from None
 
 
-def _check(q, cache, scale) -> int:
+def _check(q, cache, block_table, scale) -> int:
     """Return num_kv_heads."""
     _, num_kv_heads, _, region_bytes = region_view(cache).shape
     head_dim = region_bytes // REGION_TOKENS - METADATA_BYTES
@@ -254,6 +278,8 @@ def _check(q, cache, scale) -> int:
     if check_vectors(q, "q", head_dim=head_dim).ndim != 3 or q.shape[1] % num_kv_heads:
         accepted = f"[tokens, a multiple of {num_kv_heads} heads, {head_dim}]"
         raise ValueError(f"q has shape {list(q.shape)}; accepted: {accepted}")
+    check_cache(cache, num_kv_heads, head_dim, q.device)
+    check_block_table(block_table, q.device)
     return num_kv_heads
 
 

@@ -7,18 +7,15 @@ import functools
 
 import torch
 
-from kvlab.checks import check_integer
+from kvlab.checks import check_integer, check_number
 from kvlab.kernels import nvrtc
+from kvlab.kernels.arguments import ALIGNMENT, check_alignment, check_cache, check_dense, check_tensor
 from kvlab.kernels.backends import choose_backend
 from kvlab.kernels.folding import Folding, Fragments
-from kvlab.kernels.layout import METADATA_BYTES, region_view
 from kvlab.kernels.naive.norm_rotate_store import norm_rotate_store as naive_store
 
 # As in rotate.cuh: warps of a block, vectors of a warp, quarters of a result.
 _WARPS, _VECTORS, _QUARTERS = 4, 32, 4
-
-_FRAGMENT_BYTES = 16
-"""What the CUDA kernel reads and writes at once."""
 
 _BLOCKS_PER_PROCESSOR = 3
 """What registers and shared memory allow: all blocks run from the start."""
@@ -27,7 +24,7 @@ _SHARED_BYTES = 2 * 128 * 128 * 2
 """A matrix of two fp16 terms."""
 
 _STORING = 0.45
-"""Share of the blocks that store keys and values when there is work for all, so that all end together: found on an H200."""
+"""Share of the blocks that store keys and values when there is work for all: on an H200 all then end together."""
 
 
 def norm_rotate_store(
@@ -48,7 +45,6 @@ def norm_rotate_store(
 
     Everything between the projection's output and the codes is float32; the queries are rounded once, at the end.
     Components beyond fp16's range are stored as its largest number and NaN as 0, and no vector touches another's bytes.
-    Safe in CUDA graphs.
 
     Parameters
     ----------
@@ -87,21 +83,28 @@ def norm_rotate_store(
     check_integer(num_kv_heads, "num_kv_heads", minimum=1)
     if check_integer(num_heads, "num_heads", minimum=1) % num_kv_heads:
         raise ValueError(f"num_heads is {num_heads}; accepted: a multiple of num_kv_heads {num_kv_heads}")
+    if not isinstance(folding, Folding):
+        raise TypeError(f"folding is a {type(folding).__name__}; accepted: a kvlab Folding")
     head_dim = folding.check_heads(num_kv_heads).head_dim
     _check_qkv(qkv, (num_heads + 2 * num_kv_heads) * head_dim)
-    _check_cache(cache, num_kv_heads, head_dim)
+    check_cache(cache, num_kv_heads, head_dim, qkv.device)
+    check_tensor(slot_mapping, "slot_mapping")
     if slot_mapping.dtype != torch.int64 or slot_mapping.ndim != 1 or len(slot_mapping) > len(qkv):
         shape = list(slot_mapping.shape)
         raise ValueError(f"slot_mapping is {slot_mapping.dtype} {shape}; accepted: torch.int64 [at most {len(qkv)}]")
-    out = qkv.new_empty(len(qkv), num_heads, head_dim) if out is None else out
-    _check_dense(out, "out", (len(qkv), num_heads, head_dim), torch.bfloat16)
-    for name, x in (("debug_keys", debug_keys), ("debug_values", debug_values)):
-        if x is not None:
-            _check_dense(x, name, (len(qkv), num_kv_heads, head_dim), torch.float32)
-    others = {"cache": cache, "slot_mapping": slot_mapping, "folding": folding.q_matrix, "out": out}
-    for name, x in {**others, "debug_keys": debug_keys, "debug_values": debug_values}.items():
-        if x is not None and x.device != qkv.device:
+    for name, x in (("slot_mapping", slot_mapping), ("folding", folding.q_matrix)):
+        if x.device != qkv.device:
             raise ValueError(f"{name} is on {x.device}; accepted: {qkv.device}, where qkv is")
+    if check_number(eps, "eps") < 0:
+        raise ValueError(f"eps is {eps}; accepted: 0 or more")
+    out = qkv.new_empty(len(qkv), num_heads, head_dim) if out is None else out
+    check_dense(out, "out", (len(qkv), num_heads, head_dim), (torch.bfloat16,), qkv.device)
+    for name, x in (("out", out), ("debug_keys", debug_keys), ("debug_values", debug_values)):
+        if x is None:
+            continue
+        if name != "out":
+            check_dense(x, name, (len(qkv), num_kv_heads, head_dim), (torch.float32,), qkv.device)
+        check_alignment(x, name)
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "eps": eps}
     backend = choose_backend(backend, qkv.device, head_dim=head_dim)
     if len(qkv) == 0:
@@ -132,7 +135,7 @@ class _AffineArgument(ctypes.Structure):
             super().__init__(0, address, 0, 1.0)
         else:
             terms = fragments.terms
-            stride = 0 if len(terms) == 1 else terms[0].nbytes // _FRAGMENT_BYTES
+            stride = 0 if len(terms) == 1 else terms[0].nbytes // ALIGNMENT
             super().__init__(terms.data_ptr(), address, stride, fragments.unscale)
 
 
@@ -186,23 +189,9 @@ def _kernel(head_dim: int, num_kv_heads: int, group: int) -> nvrtc.Kernel:
 
 
 def _check_qkv(qkv: torch.Tensor, width: int) -> None:
+    check_tensor(qkv, "qkv")
     if qkv.dtype != torch.bfloat16 or qkv.ndim != 2 or qkv.shape[1] != width:
         raise ValueError(f"qkv is {qkv.dtype} {list(qkv.shape)}; accepted: torch.bfloat16 [tokens, {width}]")
-    aligned = qkv.stride(1) == 1 and qkv.stride(0) * qkv.element_size() % _FRAGMENT_BYTES == 0
-    if not aligned or qkv.data_ptr() % _FRAGMENT_BYTES:
-        accepted = f"dense rows at multiples of {_FRAGMENT_BYTES} bytes"
-        raise ValueError(f"qkv starts at {qkv.data_ptr():#x} with strides {qkv.stride()}; accepted: {accepted}")
-
-
-def _check_cache(cache: torch.Tensor, num_kv_heads: int, head_dim: int) -> None:
-    region_view(cache)
-    cell = head_dim + METADATA_BYTES
-    if cache.shape[1] != num_kv_heads or cache.shape[3] != cell:
-        accepted = f"[num_blocks, {num_kv_heads}, block_size, {cell}]"
-        raise ValueError(f"cache has shape {list(cache.shape)}; accepted: {accepted}")
-
-
-def _check_dense(x: torch.Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if x.dtype != dtype or tuple(x.shape) != shape or not x.is_contiguous():
-        kind = f"{x.dtype} {list(x.shape)}{'' if x.is_contiguous() else ', not contiguous'}"
-        raise ValueError(f"{name} is {kind}; accepted: {dtype} {list(shape)}, contiguous")
+    if qkv.stride(1) != 1 or qkv.stride(0) * qkv.element_size() % ALIGNMENT:
+        raise ValueError(f"qkv has strides {qkv.stride()}; accepted: dense rows at multiples of {ALIGNMENT} bytes")
+    check_alignment(qkv, "qkv")

@@ -59,8 +59,9 @@ def plot_decode_times(
     rows = _of_shape(rows, num_heads, num_kv_heads)
     batches = sorted(rows["batch"].unique())
     with style():
-        height = -(-len(batches) // COLUMNS)
-        width = min(COLUMNS, len(batches))
+        # One more for the legend.
+        width = min(COLUMNS, len(batches) + 1)
+        height = -(-(len(batches) + 1) // width)
         figure, grid = plt.subplots(
             height,
             width,

@@ -79,6 +79,9 @@ def style() -> Iterator[None]:
     }
     with mpl.rc_context({**ticks, **settings}):
         yield
+        interactive = mpl.is_interactive()
+    # The first figure of a notebook turns interactive mode on, which leaving the context must not undo.
+    mpl.interactive(interactive)
 
 
 def caption(figure: Figure, text: str) -> None:

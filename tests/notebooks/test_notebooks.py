@@ -30,6 +30,9 @@ def test_committed_executed_small_and_thin(path):
     if path.stem in FIGURES:
         assert any("image/png" in output.get("data", {}) for output in outputs)
     for cell in code_cells(notebook):
+        if "plots.plot_" in cell.source:
+            assert any("image/png" in output.get("data", {}) for output in cell.outputs), cell.source
+    for cell in code_cells(notebook):
         for node in ast.walk(ast.parse(cell.source)):
             if isinstance(node, ast.FunctionDef):
                 assert len(node.body) <= 2, f"{node.name} belongs in the library"

@@ -87,7 +87,7 @@ decode(const uint16_t* q, Cache cache, Tables tables, const Share* shares, float
     }
   };
   open_segment();
-  // The ring fills step by step: asked for at once, all regions of all warps would arrive late, and none early.
+  // One region per warp first, the others once the query is ready: asked for together, none would arrive early.
   fill_ring(0, 1);
   while (true) {
     const int sequence = share.sequence, head = kv_head, segment = sequence * num_kv_heads + head;

@@ -190,7 +190,7 @@ def _split_kernel(
     # Scores are kept in base 2.
     row_scale = unit * (scale * _LOG2_E)
     table = block_table + sequence.to(tl.int64) * table_stride
-    cache += kv_head * head_stride
+    cache += kv_head.to(tl.int64) * head_stride
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvlab.kernels.triton.region import key_at, number_at, value_at
+
 
 @triton.jit
 def expand_kernel(
@@ -32,21 +34,22 @@ def expand_kernel(
         span, end = tl.where(before, middle, span), tl.where(before, end, middle)
     index = tl.load(start + span) // 32 + nth - tl.load(first + span)
     block = tl.load(block_table + tl.load(spans + span) * table_stride + index // regions_per_block).to(tl.int64)
-    region = base + block * block_stride + head * head_stride + index % regions_per_block * (32 * (HEAD_DIM + 8))
+    region = (
+        base
+        + block * block_stride
+        + head.to(tl.int64) * head_stride
+        + index % regions_per_block * (32 * (HEAD_DIM + 8))
+    )
 
     token, d = tl.arange(0, 32)[:, None], tl.arange(0, HEAD_DIM)[None, :]
-    j, t, e = token >> 3, (token >> 1) & 3, token & 1
-    key_at = (d >> 6) * 1024 + token * 32 + ((d & 63) >> 1)
-    value_at = 16 * HEAD_DIM + j * 4 * HEAD_DIM + ((d >> 2) & 7) * (HEAD_DIM // 2) + t * (HEAD_DIM // 8)
-    value_at += (d >> 5) * 4 + e * 2 + ((d & 3) >> 1)
-    metadata = (region + 32 * HEAD_DIM).to(tl.pointer_type(tl.float16)) + (8 * t + 2 * j + e)
+    metadata = (region + 32 * HEAD_DIM).to(tl.pointer_type(tl.float16)) + number_at(token)
     nibble = 4 * (d & 1)
 
     at = index * 32 + token - tl.load(start + span)
     wanted = (at >= 0) & (at < tl.load(place + span + 1) - tl.load(place + span))
     to = ((tl.load(place + span) + at).to(tl.int64) * num_heads + head) * HEAD_DIM + d
-    key = _numbers(tl.load(region + key_at) >> nibble, metadata, SATURATE)
-    value = _numbers(tl.load(region + value_at) >> nibble, metadata + 64, SATURATE)
+    key = _numbers(tl.load(region + key_at(token, d)) >> nibble, metadata, SATURATE)
+    value = _numbers(tl.load(region + value_at(token, d, HEAD_DIM)) >> nibble, metadata + 64, SATURATE)
     tl.store(keys + to, key.to(keys.dtype.element_ty), mask=wanted)
     tl.store(values + to, value.to(values.dtype.element_ty), mask=wanted)
 

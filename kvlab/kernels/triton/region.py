@@ -1,4 +1,4 @@
-"""Reads the regions of the cache in Triton, as `kvlab.kernels.layout` orders them."""
+"""Where the bytes of a region lie, in Triton: `kvlab.kernels.layout` says the same for tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,26 @@ import triton.language as tl
 from kvlab.kernels.layout import REGION_TOKENS
 
 TOKENS = tl.constexpr(REGION_TOKENS)
+
+
+@triton.jit
+def key_at(token, d):
+    """Return the byte that holds dimension d of a token's key, in its low bits if d is even."""
+    return d // 64 * 1024 + token * 32 + d % 64 // 2
+
+
+@triton.jit
+def value_at(token, d, HEAD_DIM: tl.constexpr):
+    """Return the byte that holds dimension d of a token's value, in its low bits if d is even."""
+    j, t, e = token // 8, token // 2 % 4, token % 2
+    of_token = 16 * HEAD_DIM + j * (4 * HEAD_DIM) + t * (HEAD_DIM // 8) + e * 2
+    return of_token + d // 4 % 8 * (HEAD_DIM // 2) + d // 32 * 4 + d % 4 // 2
+
+
+@triton.jit
+def number_at(token):
+    """Return which of the 32 numbers of a row of metadata is a token's."""
+    return 8 * (token // 2 % 4) + 2 * (token // 8) + token % 2
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kvlab.checks import FP16_MAX
 from kvlab.kernels.layout import REGION_TOKENS
+from kvlab.kernels.triton.region import key_at, number_at, value_at
 
 if TYPE_CHECKING:
     from kvlab.kernels.folding import Folding
@@ -112,8 +113,7 @@ def _kernel(
             tl.store(debug_keys + (token[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + d, y, token[:, None] < slots)
         slot = tl.load(slot_mapping + token, token < slots, other=-1)
         region, place = _region(cache, slot, kv_head, block_stride, head_stride, block_size, HEAD_DIM)
-        quad = tl.arange(0, HEAD_DIM // 4)[None, :] * 4
-        at = quad // 64 * 1024 + place[:, None] * 32 + quad % 64 // 2
+        at = key_at(place[:, None], 4 * tl.arange(0, HEAD_DIM // 4)[None, :])
         _store(y, region, at, place, 0, slot >= 0, HEAD_DIM, TOKENS)
     else:
         kv_head = head - NUM_HEADS - NUM_KV_HEADS
@@ -126,10 +126,7 @@ def _kernel(
             tl.store(debug_values + (token[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + d, y, token[:, None] < slots)
         slot = tl.load(slot_mapping + token, token < slots, other=-1)
         region, place = _region(cache, slot, kv_head, block_stride, head_stride, block_size, HEAD_DIM)
-        quad = tl.arange(0, HEAD_DIM // 4)[None, :]
-        j, t, e = place[:, None] // 8, place[:, None] // 2 % 4, place[:, None] % 2
-        of_token = 16 * HEAD_DIM + j * (4 * HEAD_DIM) + t * (HEAD_DIM // 8) + e * 2
-        at = of_token + quad % 8 * (HEAD_DIM // 2) + quad // 8 * 4
+        at = value_at(place[:, None], 4 * tl.arange(0, HEAD_DIM // 4)[None, :], HEAD_DIM)
         _store(y, region, at, place, 2, slot >= 0, HEAD_DIM, TOKENS)
 
 
@@ -172,7 +169,9 @@ def _region(cache, slot, kv_head, block_stride, head_stride, block_size, HEAD_DI
     """Where the region of each slot starts, and the token's place in it."""
     place = slot % block_size
     size: tl.constexpr = _REGION_TOKENS * (HEAD_DIM + 8)
-    region = cache + slot // block_size * block_stride + kv_head * head_stride + place // _REGION_TOKENS * size
+    region = (
+        cache + slot // block_size * block_stride + kv_head.to(tl.int64) * head_stride + place // _REGION_TOKENS * size
+    )
     return region, place % _REGION_TOKENS
 
 
@@ -189,7 +188,7 @@ def _store(y, region, at, place, ROW: tl.constexpr, mask, HEAD_DIM: tl.constexpr
     shifts = tl.arange(0, HEAD_DIM)[None, :] % 4 * 4
     words = tl.sum(tl.reshape(codes << shifts, (TOKENS, HEAD_DIM // 4, 4)), 2)
     tl.store((region[:, None] + at).to(tl.pointer_type(tl.uint16)), words.to(tl.uint16), mask[:, None])
-    number = 8 * (place // 2 % 4) + 2 * (place // 8) + place % 2
+    number = number_at(place)
     row = (region + _REGION_TOKENS * HEAD_DIM + ROW * 2 * _REGION_TOKENS).to(tl.pointer_type(tl.float16))
     tl.store(row + number, scale, mask)
     tl.store(row + _REGION_TOKENS + number, offset, mask)

@@ -37,6 +37,7 @@ SHAPES = [
 LONG = [
     DecodeCase((65536,)),
     DecodeCase((40000, 0, 64, 8191)),
+    DecodeCase((5000, 0, 64), block_size=64, padding=4096),
     DecodeCase((262144,), group=4, num_kv_heads=1),
     DecodeCase(tuple(range(0, 900, 3)), num_kv_heads=1),
     DecodeCase((17,) * 1500, group=1, num_kv_heads=1),

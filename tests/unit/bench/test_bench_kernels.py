@@ -146,6 +146,14 @@ def test_without_a_gpu_the_command_says_so(capsys, monkeypatch):
     assert err == "kvlab: device is 'cuda'; accepted: a CUDA device that torch finds\n"
 
 
+@pytest.mark.parametrize("out", ["no/such/folder.csv", "."])
+def test_a_file_that_cannot_be_written_is_named_before_anything_runs(capsys, monkeypatch, tmp_path, out):
+    monkeypatch.setattr(kernels, "bench_kernels", lambda *args, **options: pytest.fail("it ran"))
+    code, printed, err = run(capsys, "--out", str(tmp_path / out))
+    assert (code, printed) == (2, "")
+    assert err == f"kvlab: out is {str(tmp_path / out)!r}; accepted: a file in a folder that can be written\n"
+
+
 def test_the_command_prints_one_document_and_writes_the_file(capsys, monkeypatch, tmp_path, whole):
     given = {}
 

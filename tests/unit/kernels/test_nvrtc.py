@@ -1,3 +1,4 @@
+import hashlib
 import sys
 
 import pytest
@@ -51,14 +52,25 @@ def test_compiles_without_a_gpu(bindings, sources, tmp_path):
     assert cubin.startswith(ELF)
     assert b"fill" in cubin
     (file,) = cached(tmp_path)
-    assert file.read_bytes() == cubin
+    assert file.read_bytes() == hashlib.sha256(cubin).digest() + cubin
 
 
 def test_cached_file_is_used_instead_of_compiling(bindings, sources, tmp_path):
     nvrtc.compile_source("fill.cu", {"EXTRA": 4})
     (file,) = cached(tmp_path)
-    file.write_bytes(b"what the file holds")
+    file.write_bytes(hashlib.sha256(b"what the file holds").digest() + b"what the file holds")
     assert nvrtc.compile_source("fill.cu", {"EXTRA": 4}) == b"what the file holds"
+
+
+@pytest.mark.parametrize("left", [0, 10, 1000])
+def test_a_damaged_file_is_compiled_again(bindings, sources, tmp_path, left):
+    cubin = nvrtc.compile_source("fill.cu", {"EXTRA": 4})
+    (file,) = cached(tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:left])
+    assert nvrtc.compile_source("fill.cu", {"EXTRA": 4}) == cubin
+    assert cached(tmp_path) == [file]
+    assert file.read_bytes() == whole
 
 
 @pytest.mark.parametrize("change", ["source", "header", "define"])

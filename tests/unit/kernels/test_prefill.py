@@ -203,23 +203,29 @@ GOOD = {"seq_lens": [100], "query_start_loc": [0, 10], "scale": 1.0, "backend": 
     ("change", "message"),
     [
         ({"seq_lens": [9]}, "seq_lens has 9 for a sequence with 10 new tokens"),
-        ({"seq_lens": [193]}, "spans has 1 rows, up to token 193; accepted: within the 1 rows and 192 tokens"),
+        ({"seq_lens": [193]}, r"seq_lens is \[193\]; accepted: within the 1 rows of 192 tokens of block_table"),
+        ({"seq_lens": [10.0]}, r"seq_lens is \[10.0\]; accepted: integers on the host"),
+        ({"seq_lens": None}, "seq_lens is None; accepted: integers on the host"),
+        ({"out": torch.empty(10, 4, 64, dtype=torch.int32)}, "out is torch.int32"),
+        ({"out": torch.empty(11, 4, 64)}, r"out is torch.float32 \[11, 4, 64\].*accepted: .*\[10, 4, 64\]"),
+        ({"value_mean": torch.zeros(4, 64)}, r"value_mean is torch.float32 \[4, 64\].*accepted: .*\[2, 64\]"),
+        ({"workspace": torch.empty(2, 0, 2, 64)}, r"workspace has shape \[2, 0, 2, 64\]"),
         ({"query_start_loc": [0, 11]}, r"query_start_loc is \[0, 11\]"),
         ({"query_start_loc": [0, 5, 10]}, "query_start_loc has 3 numbers; accepted: 2"),
         ({"scale": float("nan")}, "scale is nan"),
         ({"backend": "cutlass"}, "backend is 'cutlass'; accepted: cuda, triton, naive"),
         (
             {"workspace": torch.empty(2, 100, 1, 64)},
-            r"workspace has shape \[2, 100, 1, 64\]; accepted: \[2, tokens, 2, 64\]",
+            r"workspace is torch.float32 \[2, 100, 1, 64\] on cpu; accepted: .* \[2, 100, 2, 64\], contiguous",
         ),
         ({"q": torch.empty(10, 3, 64)}, r"q has shape \[10, 3, 64\]; accepted: \[tokens, a multiple of 2 heads, 64\]"),
-        ({"block_table": torch.zeros(1, 3)}, r"block_table is torch.float32 \[1, 3\]; accepted: torch.int32"),
+        ({"block_table": torch.zeros(1, 3)}, r"block_table is torch.float32 \[1, 3\] on cpu; accepted: torch.int32"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_mistakes_are_named(table, change, message):
     arguments = {"q": torch.randn(10, 4, 64), "cache": random_cache(), "block_table": table[:1]} | GOOD | change
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         prefill_attention(**arguments)
 
 
