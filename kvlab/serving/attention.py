@@ -1,0 +1,167 @@
+"""A full-attention layer of Kolibri-1 whose keys and values vLLM keeps in 4 bits."""
+
+from __future__ import annotations
+
+import torch
+from aleph_alpha_inference.kolibri1 import Kolibri1Attention
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import (
+    LayerNameType,
+    _encode_layer_name,
+    _resolve_layer_name,
+    direct_register_custom_op,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, KVQuantMode
+
+from kvlab.kernels.layout import REGION_TOKENS, cell_bytes
+from kvlab.kernels.store import norm_rotate_store
+from kvlab.schemes import Scheme
+from kvlab.serving.backend import Int4Backend
+from kvlab.serving.schemes import layer_folding
+
+HEAD_DIM = 128
+"""Of Kolibri-1, and of the Hopper kernels."""
+
+
+class Int4Attention(Attention):
+    """vLLM's attention layer with pages of 4-bit cells."""
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """Return the layer's pages: the smallest block of whole regions that is no smaller than a sliding-window page.
+
+        vLLM pads smaller pages up to the largest, so a page of this size wastes least of the others.
+        """
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        window = next(x for x in layers if isinstance(x, Attention) and x.sliding_window is not None)
+        least = window.get_kv_cache_spec(vllm_config).page_size_bytes
+        cell = cell_bytes(self.head_size)
+        block_size = REGION_TOKENS
+        while block_size * self.num_kv_heads * cell < least:
+            block_size *= 2
+        return FullAttentionSpec(
+            block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=torch.uint8,
+            # Another mode than FP8's makes vLLM zero blocks that it reuses: stale 4-bit bytes read as FP8 can be NaN.
+            kv_quant_mode=KVQuantMode.INT4_PER_TOKEN_HEAD,
+            state_content_bytes=cell,
+        )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Fold the gains, which are loaded now."""
+        super().process_weights_after_loading(act_dtype)
+        self.store.fold()
+
+
+class Int4FullAttention(nn.Module):
+    """Takes the place of a stock full-attention module and over its projections and norms.
+
+    Parameters
+    ----------
+    stock
+        The module as aleph-alpha-inference built it, without RoPE.
+    scheme
+        What the layer stores.
+    vllm_config
+        The server's.
+    """
+
+    def __init__(self, stock: Kolibri1Attention, scheme: Scheme, vllm_config: VllmConfig):
+        super().__init__()
+        self.qkv_proj, self.o_proj, self.q_norm, self.k_norm = stock.qkv_proj, stock.o_proj, stock.q_norm, stock.k_norm
+        context, name = vllm_config.compilation_config.static_forward_context, stock.attn.layer_name
+        order = list(context)
+        del context[name]
+        self.attn = Int4Attention(
+            stock.num_heads,
+            stock.head_dim,
+            stock.head_dim**-0.5,
+            num_kv_heads=stock.num_kv_heads,
+            cache_config=vllm_config.cache_config,
+            quant_config=vllm_config.quant_config,
+            prefix=name,
+            attn_backend=Int4Backend,
+        )
+        # vLLM numbers its cache groups by this order.
+        layers = {key: context[key] for key in order}
+        context.clear()
+        context.update(layers)
+        self.attn.store = Store(stock, scheme, extract_layer_index(name))
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Attend; full-attention layers of Kolibri-1 have no positions."""
+        qkv, _ = self.qkv_proj(hidden_states)
+        q = torch.ops.vllm.kvlab_norm_rotate_store(qkv, self.attn.num_heads, _encode_layer_name(self.attn.layer_name))
+        # The backend reads keys and values from the cache; vLLM only wants tensors of their shape.
+        unused = qkv[:, : self.attn.num_kv_heads * self.attn.head_size]
+        out, _ = self.o_proj(self.attn(q.flatten(1), unused, unused))
+        return out
+
+
+class Store:
+    """What stands between a layer's projection and its cache; the matrices are folded once the weights are loaded."""
+
+    def __init__(self, stock: Kolibri1Attention, scheme: Scheme, layer: int):
+        self.scheme, self.layer = scheme, layer
+        self.q_norm, self.k_norm, self.eps = stock.q_norm, stock.k_norm, stock.q_norm.variance_epsilon
+        self.num_heads, self.num_kv_heads = stock.num_heads, stock.num_kv_heads
+        rank, size, total = (
+            get_tensor_model_parallel_rank(),
+            get_tensor_model_parallel_world_size(),
+            stock.total_num_kv_heads,
+        )
+        first = rank * total // size
+        self.heads = list(range(first, first + self.num_kv_heads))
+        self.folding = None
+
+    def fold(self) -> None:
+        """Fold the norms' gains, as they are now, into the matrices."""
+        self.folding = layer_folding(self.scheme, self.layer, self.q_norm.weight, self.k_norm.weight, self.heads)
+        head_dim = self.folding.head_dim
+        # Handed to the kernel while vLLM has no cache yet and only rotated queries are wanted.
+        self.no_cache = torch.zeros(
+            1,
+            self.num_kv_heads,
+            REGION_TOKENS,
+            cell_bytes(head_dim),
+            dtype=torch.uint8,
+            device=self.q_norm.weight.device,
+        )
+
+    def __call__(self, qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
+        """Store the tokens that have a slot and return the rotated queries of all."""
+        if slots is None or cache.numel() == 0:
+            cache, slots = self.no_cache, torch.empty(0, dtype=torch.int64, device=qkv.device)
+        return norm_rotate_store(
+            qkv,
+            cache,
+            slots[: len(qkv)],
+            self.folding,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            eps=self.eps,
+        )
+
+
+def _norm_rotate_store(qkv: torch.Tensor, num_heads: int, layer_name: LayerNameType) -> torch.Tensor:
+    _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
+    return layer.store(qkv, cache, slots)
+
+
+def _norm_rotate_store_fake(qkv: torch.Tensor, num_heads: int, layer_name: LayerNameType) -> torch.Tensor:
+    return qkv.new_empty(qkv.shape[0], num_heads, HEAD_DIM)
+
+
+direct_register_custom_op(
+    op_name="kvlab_norm_rotate_store",
+    op_func=_norm_rotate_store,
+    fake_impl=_norm_rotate_store_fake,
+    # The cache is vLLM's own and no argument; the attention that reads it takes this op's result.
+    mutates_args=[],
+)

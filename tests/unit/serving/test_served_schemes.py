@@ -1,0 +1,60 @@
+"""What the server folds into its kernels is the scheme that the library measures."""
+
+import pytest
+import torch
+
+import kvlab
+from kvlab.calibrate import calibrated_scheme
+from kvlab.kernels.naive.norm_rotate_store import normalise, rotate
+from kvlab.serving.options import Options
+from kvlab.serving.schemes import layer_folding, served_scheme
+
+pytestmark = pytest.mark.unit
+
+LAYER, HEAD_DIM, TOTAL_KV_HEADS, GROUP, TOKENS = 9, 128, 4, 3, 11
+
+
+@pytest.fixture
+def gains():
+    return (torch.rand(2, HEAD_DIM, generator=torch.Generator().manual_seed(1)) + 0.5).bfloat16()
+
+
+def test_seed_and_default_are_the_librarys():
+    library = kvlab.get_scheme("hadamard-int4")
+    x = torch.randn(5, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(served_scheme(Options("hadamard-int4")).keys.roundtrip(x, 4), library.keys.roundtrip(x, 4))
+    seeded = served_scheme(Options("hadamard-int4", rotation_seed=7))
+    # The same sums of 128 float32 numbers of order 0.1, in another order.
+    expected = x @ kvlab.randomized_hadamard(HEAD_DIM, 7, layer=4).T
+    torch.testing.assert_close(seeded.keys.transform.forward(x, 4), expected, rtol=0, atol=1e-5)
+    assert served_scheme(Options("int4")) is kvlab.get_scheme("int4")
+
+
+@pytest.mark.parametrize("name", ["hadamard-int4", "int4", "calibrated"])
+@pytest.mark.parametrize("heads", [[0, 1, 2, 3], [2, 3], [1]], ids=str)
+def test_matrices_are_transform_and_gains_of_the_ranks_heads(gains, name, heads):
+    generator = torch.Generator().manual_seed(2)
+    means = {LAYER: torch.randn(TOTAL_KV_HEADS, HEAD_DIM, generator=generator)}
+    scheme = calibrated_scheme("hadamard-int4", 5, means) if name == "calibrated" else kvlab.get_scheme(name)
+    q_gain, k_gain = gains
+    folding = layer_folding(scheme, LAYER, q_gain, k_gain, heads)
+    width = (GROUP + 2) * len(heads) * HEAD_DIM
+    qkv = torch.randn(TOKENS, width, generator=generator)
+    shape = {"num_heads": GROUP * len(heads), "num_kv_heads": len(heads)}
+    q, keys, values = rotate(qkv, folding, **shape)
+
+    raw_q, raw_k, raw_v = (
+        qkv.double().unflatten(1, (-1, HEAD_DIM)).split([shape["num_heads"], len(heads), len(heads)], dim=1)
+    )
+    k = normalise(raw_k, 1e-6).float() * (1 if scheme.fold_gain else k_gain.float())
+    gain = q_gain.float() * (k_gain.float() if scheme.fold_gain else 1)
+    # The library's transforms know all heads of the layer: the rank's are some of them.
+    every = torch.zeros(TOTAL_KV_HEADS, TOKENS, HEAD_DIM)
+    every[heads] = k.transpose(0, 1)
+    expected_keys = scheme.keys.transform.forward(every, LAYER)[heads].transpose(0, 1)
+    rotated = scheme.keys.transform.query((normalise(raw_q, 1e-6).float() * gain).transpose(0, 1), LAYER)
+    # float32 in the library, float64 here: sums of 128 products of order 1.
+    torch.testing.assert_close(keys.float(), expected_keys, rtol=0, atol=1e-5)
+    torch.testing.assert_close(q.float(), rotated.transpose(0, 1), rtol=0, atol=1e-5)
+    assert torch.equal(values, raw_v)
+    assert (folding.k_bias is None) == (name != "calibrated")
