@@ -184,12 +184,13 @@ def bench_kernels_command(
     """Time decode attention, the store and prefill on this GPU, beside vLLM's kernels and a plain copy."""
     from kvlab.bench import kernels
     from kvlab.serving import stock_kernels as stock
+    from kvlab.serving.flash import flash_attention_3
 
     if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
         raise ValueError(f"out is {str(out)!r}; accepted: a file in a folder that can be written")
     command = "kvlab bench kernels" + (" --quick" if quick else "")
     table, notes = kernels.bench_kernels(
-        stock.DECODE, stock.STORE, stock.PREFILL, flash=stock.flash_attention_3(), quick=quick, command=command
+        stock.DECODE, stock.STORE, stock.PREFILL, flash=flash_attention_3(), quick=quick, command=command
     )
     if out is not None:
         kernels.write_table(table, notes, out)

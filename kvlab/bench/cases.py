@@ -18,6 +18,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB)
 Q_LENS = (2, 4, 8)
 TOKENS = (1, 8, 64, 512, 2048, 8192)
+PREFILL = "prefill"
+"""Label of the cases whose new tokens are a chunk of a prompt."""
 
 ROTATED_BYTES = 400e6
 """All sets of inputs together: several times Hopper's L2 (60 MB), so that no set is still in it when its turn comes."""
@@ -101,39 +103,6 @@ class StoreCase:
 
 
 @dataclass(frozen=True)
-class PrefillCase:
-    """A chunk of new tokens at the end of each sequence, stored already.
-
-    Attributes
-    ----------
-    num_heads, num_kv_heads
-        Query and KV heads of a layer on this GPU.
-    seq_lens
-        Context of each sequence in tokens, the new ones included.
-    q_len
-        New tokens per sequence.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    seq_lens: tuple[int, ...]
-    q_len: int
-
-    @property
-    def starts(self) -> list[int]:
-        """Where the new tokens of each sequence begin among all new tokens, and where the last ones end."""
-        return [i * self.q_len for i in range(len(self.seq_lens) + 1)]
-
-    def decode(self) -> DecodeCase:
-        """Return the same sequences as a decode case, which knows how to deal out their blocks."""
-        return DecodeCase(self.num_heads, self.num_kv_heads, self.seq_lens, "prefill", self.q_len)
-
-    def columns(self) -> dict[str, object]:
-        """Return what a row of the table says about the case."""
-        return self.decode().columns()
-
-
-@dataclass(frozen=True)
 class Entry:
     """What one entrant runs in one case.
 
@@ -177,11 +146,11 @@ def store_cases(*, quick: bool = False) -> list[StoreCase]:
     return [StoreCase(*shape, count) for shape, count in product(shapes, tokens)]
 
 
-def prefill_cases(*, quick: bool = False) -> list[PrefillCase]:
-    """Chunks of 8,192 new tokens: the first of a prompt, at the end of longer ones, and eight short prompts at once."""
+def prefill_cases(*, quick: bool = False) -> list[DecodeCase]:
+    """8,192 new tokens, stored already: a prompt's first, those at the end of longer ones, and eight short prompts."""
     shapes, ends = (SHAPES[:1], (64,)) if quick else (SHAPES, (8, 64, 128))
-    cases = [PrefillCase(*shape, (end * KIB,), 8 * KIB) for shape, end in product(shapes, ends)]
-    return cases + [PrefillCase(*shape, (KIB,) * 8, KIB) for shape in shapes]
+    cases = [DecodeCase(*shape, (end * KIB,), PREFILL, 8 * KIB) for shape, end in product(shapes, ends)]
+    return cases + [DecodeCase(*shape, (KIB,) * 8, PREFILL, KIB) for shape in shapes]
 
 
 def sets_of_inputs(set_bytes: int) -> int:

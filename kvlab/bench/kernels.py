@@ -21,7 +21,6 @@ from kvlab.bench.cases import (
     SHAPES,
     DecodeCase,
     Entry,
-    PrefillCase,
     StoreCase,
     decode_cases,
     prefill_cases,
@@ -48,7 +47,7 @@ TIMES = ("time_us", "time_single_us", "step_us", "bytes", "gb_per_s", "floor_us"
 COLUMNS = ("kernel", "scheme", *CASE_COLUMNS, *TIMES)
 WHOLE_NUMBERS = ["bytes", *(column for column in CASE_COLUMNS if column != "lengths")]
 
-Case = DecodeCase | StoreCase | PrefillCase
+Case = DecodeCase | StoreCase
 Entrant = Callable[[Case, torch.device], Entry]
 Rows = list[dict[str, object]]
 

@@ -12,7 +12,6 @@ from kvlab.bench.cases import (
     HEAD_DIM,
     DecodeCase,
     Entry,
-    PrefillCase,
     StoreCase,
     fill_blocks,
     lengths,
@@ -107,7 +106,7 @@ def store(case: StoreCase, device: torch.device) -> Entry:
     return Entry(calls, num_bytes, error=error)
 
 
-def prefill(case: PrefillCase, device: torch.device, flash: Flash | None = None) -> Entry:
+def prefill(case: DecodeCase, device: torch.device, flash: Flash | None = None) -> Entry:
     """Prepare `kvlab.kernels.prefill` on random codes, with ``flash`` as its attention.
 
     The error is of the last tokens of the last sequence, against the naive twin in float64.
@@ -115,9 +114,9 @@ def prefill(case: PrefillCase, device: torch.device, flash: Flash | None = None)
     from kvlab.kernels.naive.decode import decode_attention
     from kvlab.kernels.prefill import WORKSPACE_TOKENS, prefill_attention
 
-    num_blocks, (table,) = shuffled_tables(case.decode(), BLOCK_SIZE, 1, device)
+    num_blocks, (table,) = shuffled_tables(case, BLOCK_SIZE, 1, device)
     cache = random_cache(num_blocks, case.num_kv_heads, device)
-    q = queries(case.decode(), 1, device)[0]
+    q = queries(case, 1, device)[0]
     tokens = min(WORKSPACE_TOKENS, sum(case.seq_lens))
     scale = HEAD_DIM**-0.5
     run = partial(
@@ -126,7 +125,7 @@ def prefill(case: PrefillCase, device: torch.device, flash: Flash | None = None)
         cache,
         table,
         case.seq_lens,
-        case.starts,
+        [i * case.q_len for i in range(case.batch + 1)],
         scale=scale,
         flash=flash,
         workspace=torch.empty(2, tokens, case.num_kv_heads, HEAD_DIM, dtype=torch.float16, device=device),
@@ -135,7 +134,7 @@ def prefill(case: PrefillCase, device: torch.device, flash: Flash | None = None)
 
     def error() -> float:
         got = run()[-CHECKED_QUERIES:]
-        last = (table[-1:], lengths(case.decode(), device)[-1:])
+        last = (table[-1:], lengths(case, device)[-1:])
         expected, _ = decode_attention(q[-CHECKED_QUERIES:], cache, *last, scale=scale, q_len=CHECKED_QUERIES)
         return relative_error(got, expected)
 

@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import torch
 
+from kvlab.checks import check_integer
 from kvlab.kernels.layout import cell_bytes, check_layout
 
 ALIGNMENT = 16
 """Bytes that a kernel reads or writes at once."""
+
+
+def check_heads(num_heads: object, num_kv_heads: object) -> tuple[int, int]:
+    """Check that query heads share KV heads evenly and return both numbers.
+
+    Raises
+    ------
+    TypeError, ValueError
+        One is no positive integer, or the first no multiple of the second.
+    """
+    kv_heads = check_integer(num_kv_heads, "num_kv_heads", minimum=1)
+    heads = check_integer(num_heads, "num_heads", minimum=1)
+    if heads % kv_heads:
+        raise ValueError(f"num_heads is {num_heads}; accepted: a multiple of num_kv_heads {num_kv_heads}")
+    return heads, kv_heads
 
 
 def check_dense(

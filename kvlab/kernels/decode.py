@@ -14,6 +14,7 @@ from kvlab.kernels.arguments import (
     check_block_table,
     check_cache,
     check_dense,
+    check_heads,
     check_tensor,
     resolve_device,
 )
@@ -66,10 +67,7 @@ class DecodePlan:
         device: torch.device | str = "cuda",
         backend: str | None = None,
     ):
-        self.num_kv_heads = check_integer(num_kv_heads, "num_kv_heads", minimum=1)
-        self.num_heads = check_integer(num_heads, "num_heads", minimum=1)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads is {num_heads}; accepted: a multiple of num_kv_heads {num_kv_heads}")
+        self.num_heads, self.num_kv_heads = check_heads(num_heads, num_kv_heads)
         self.head_dim, self.device = check_choice(head_dim, "head_dim", HEAD_DIMS), resolve_device(device)
         self.block_size = check_integer(block_size, "block_size", minimum=REGION_TOKENS)
         if self.block_size % REGION_TOKENS:

@@ -12,9 +12,9 @@ import torch
 
 from kvlab.checks import check_choice
 from kvlab.kernels import nvrtc
-from kvlab.kernels.arguments import check_alignment, check_block_table, check_cache, check_dense, check_tensor
+from kvlab.kernels.arguments import check_alignment, check_block_table, check_dense, check_tensor
 from kvlab.kernels.backends import choose_backend
-from kvlab.kernels.layout import HEAD_DIMS, METADATA_BYTES, REGION_TOKENS, region_view
+from kvlab.kernels.layout import HEAD_DIMS, METADATA_BYTES, REGION_TOKENS, check_layout
 from kvlab.kernels.naive import prefill as naive
 
 _THREADS = 128  # of a block of expand.cu
@@ -173,11 +173,11 @@ def _check(cache, block_table, spans, workspace) -> None:
     if not isinstance(spans, Spans):
         raise TypeError(f"spans is a {type(spans).__name__}; accepted: a kvlab Spans")
     check_tensor(cache, "cache")
-    _, num_kv_heads, regions, region_bytes = region_view(cache).shape
-    head_dim = region_bytes // REGION_TOKENS - METADATA_BYTES
-    check_cache(cache, num_kv_heads, head_dim, cache.device)
+    check_layout(cache)
+    check_alignment(cache, "cache")
+    _, num_kv_heads, block_size, cell_bytes = cache.shape
     check_block_table(block_table, cache.device)
-    rows, tokens = len(block_table), block_table.shape[1] * regions * REGION_TOKENS
+    rows, tokens = len(block_table), block_table.shape[1] * block_size
     if spans.rows > rows or spans.stop > tokens:
         accepted = f"the {rows} rows and {tokens} tokens of block_table"
         raise ValueError(f"spans has {spans.rows} rows, up to token {spans.stop}; accepted: within {accepted}")
@@ -186,7 +186,7 @@ def _check(cache, block_table, spans, workspace) -> None:
     check_tensor(workspace, "workspace")
     if workspace.ndim != 4:
         raise ValueError(f"workspace has shape {list(workspace.shape)}; accepted: [2, tokens, num_kv_heads, head_dim]")
-    shape = (2, workspace.shape[1], num_kv_heads, head_dim)
+    shape = (2, workspace.shape[1], num_kv_heads, cell_bytes - METADATA_BYTES)
     check_dense(workspace, "workspace", shape, (torch.float16, torch.bfloat16, torch.float32), cache.device)
     check_alignment(workspace, "workspace")
     if spans.num_tokens > workspace.shape[1]:

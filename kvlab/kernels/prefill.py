@@ -20,7 +20,7 @@ from kvlab.checks import check_number, check_vectors
 from kvlab.kernels.arguments import check_block_table, check_cache, check_dense
 from kvlab.kernels.backends import choose_backend
 from kvlab.kernels.expand import Span, Spans, expand, to_device
-from kvlab.kernels.layout import HEAD_DIMS, METADATA_BYTES, REGION_TOKENS, region_view
+from kvlab.kernels.layout import HEAD_DIMS, METADATA_BYTES, check_layout
 
 WORKSPACE_TOKENS = 65_536
 """What a workspace made here holds at most: 134 MB for 4 KV heads of 128 in fp16."""
@@ -272,8 +272,8 @@ def _integers(x: Sequence[int] | torch.Tensor, name: str) -> tuple[int, ...]:
 
 def _check(q, cache, block_table, scale) -> int:
     """Return num_kv_heads."""
-    _, num_kv_heads, _, region_bytes = region_view(cache).shape
-    head_dim = region_bytes // REGION_TOKENS - METADATA_BYTES
+    check_layout(cache)
+    num_kv_heads, head_dim = cache.shape[1], cache.shape[3] - METADATA_BYTES
     check_number(scale, "scale")
     if check_vectors(q, "q", head_dim=head_dim).ndim != 3 or q.shape[1] % num_kv_heads:
         accepted = f"[tokens, a multiple of {num_kv_heads} heads, {head_dim}]"

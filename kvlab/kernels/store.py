@@ -7,9 +7,16 @@ import functools
 
 import torch
 
-from kvlab.checks import check_integer, check_number
+from kvlab.checks import check_number
 from kvlab.kernels import nvrtc
-from kvlab.kernels.arguments import ALIGNMENT, check_alignment, check_cache, check_dense, check_tensor
+from kvlab.kernels.arguments import (
+    ALIGNMENT,
+    check_alignment,
+    check_cache,
+    check_dense,
+    check_heads,
+    check_tensor,
+)
 from kvlab.kernels.backends import choose_backend
 from kvlab.kernels.folding import Folding, Fragments
 from kvlab.kernels.naive.norm_rotate_store import norm_rotate_store as naive_store
@@ -80,9 +87,7 @@ def norm_rotate_store(
     TypeError, ValueError
         An argument does not have the dtype, shape, layout or device said here; the backend cannot run here, and why.
     """
-    check_integer(num_kv_heads, "num_kv_heads", minimum=1)
-    if check_integer(num_heads, "num_heads", minimum=1) % num_kv_heads:
-        raise ValueError(f"num_heads is {num_heads}; accepted: a multiple of num_kv_heads {num_kv_heads}")
+    num_heads, num_kv_heads = check_heads(num_heads, num_kv_heads)
     if not isinstance(folding, Folding):
         raise TypeError(f"folding is a {type(folding).__name__}; accepted: a kvlab Folding")
     head_dim = folding.check_heads(num_kv_heads).head_dim
@@ -98,13 +103,11 @@ def norm_rotate_store(
     if check_number(eps, "eps") < 0:
         raise ValueError(f"eps is {eps}; accepted: 0 or more")
     out = qkv.new_empty(len(qkv), num_heads, head_dim) if out is None else out
-    check_dense(out, "out", (len(qkv), num_heads, head_dim), (torch.bfloat16,), qkv.device)
-    for name, x in (("out", out), ("debug_keys", debug_keys), ("debug_values", debug_values)):
-        if x is None:
-            continue
-        if name != "out":
-            check_dense(x, name, (len(qkv), num_kv_heads, head_dim), (torch.float32,), qkv.device)
-        check_alignment(x, name)
+    check_alignment(check_dense(out, "out", (len(qkv), num_heads, head_dim), (torch.bfloat16,), qkv.device), "out")
+    for name, x in (("debug_keys", debug_keys), ("debug_values", debug_values)):
+        if x is not None:
+            shape = (len(qkv), num_kv_heads, head_dim)
+            check_alignment(check_dense(x, name, shape, (torch.float32,), qkv.device), name)
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "eps": eps}
     backend = choose_backend(backend, qkv.device, head_dim=head_dim)
     if len(qkv) == 0:

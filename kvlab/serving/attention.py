@@ -111,28 +111,17 @@ class Store:
         self.scheme, self.layer = scheme, layer
         self.q_norm, self.k_norm, self.eps = stock.q_norm, stock.k_norm, stock.q_norm.variance_epsilon
         self.num_heads, self.num_kv_heads = stock.num_heads, stock.num_kv_heads
-        rank, size, total = (
-            get_tensor_model_parallel_rank(),
-            get_tensor_model_parallel_world_size(),
-            stock.total_num_kv_heads,
-        )
-        first = rank * total // size
+        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        first = rank * stock.total_num_kv_heads // size
         self.heads = list(range(first, first + self.num_kv_heads))
         self.folding = None
 
     def fold(self) -> None:
         """Fold the norms' gains, as they are now, into the matrices."""
         self.folding = layer_folding(self.scheme, self.layer, self.q_norm.weight, self.k_norm.weight, self.heads)
-        head_dim = self.folding.head_dim
         # Handed to the kernel while vLLM has no cache yet and only rotated queries are wanted.
-        self.no_cache = torch.zeros(
-            1,
-            self.num_kv_heads,
-            REGION_TOKENS,
-            cell_bytes(head_dim),
-            dtype=torch.uint8,
-            device=self.q_norm.weight.device,
-        )
+        shape = (1, self.num_kv_heads, REGION_TOKENS, cell_bytes(self.folding.head_dim))
+        self.no_cache = torch.zeros(shape, dtype=torch.uint8, device=self.q_norm.weight.device)
 
     def __call__(self, qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
         """Store the tokens that have a slot and return the rotated queries of all."""

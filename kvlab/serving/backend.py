@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
 from kvlab.kernels.decode import MAX_Q_LEN, DecodePlan
 from kvlab.kernels.layout import REGION_TOKENS
 from kvlab.kernels.prefill import WORKSPACE_TOKENS, prefill_attention
-from kvlab.serving.stock_kernels import flash_attention_3
+from kvlab.serving.flash import flash_attention_3
 
 # Within vLLM's own names, whose handlers and level it configures.
 logger = init_logger("vllm.kvlab")

@@ -8,7 +8,6 @@ CUDA graphs fix 32 as most), and queries that are already quantized.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +15,6 @@ from kvlab.bench.cases import (
     HEAD_DIM,
     DecodeCase,
     Entry,
-    PrefillCase,
     StoreCase,
     fill_blocks,
     lengths,
@@ -26,13 +24,10 @@ from kvlab.bench.cases import (
     shuffled_tables,
 )
 from kvlab.bench.ours import store_inputs
-
-if TYPE_CHECKING:
-    from kvlab.kernels.prefill import Flash
+from kvlab.serving.flash import FLASH_ATTENTION
 
 BLOCK_SIZE = 16
 SCALE = HEAD_DIM**-0.5
-FLASH_ATTENTION = 3
 INT4_CELL_BYTES = HEAD_DIM // 2 + 4
 """Per key or value: 4-bit codes and one float32 scale."""
 SEGMENTS = 16
@@ -245,7 +240,7 @@ def norms_and_fp8_store(case: StoreCase, device: torch.device) -> Entry:
     return Entry([partial(run, *inputs) for inputs in zip(qkv, slots, strict=True)], num_bytes)
 
 
-def paged_fp8_prefill(case: PrefillCase, device: torch.device) -> Entry:
+def paged_fp8_prefill(case: DecodeCase, device: torch.device) -> Entry:
     """Prepare FlashAttention 3 on the paged FP8 cache with new bfloat16 queries, which stock quantizes first.
 
     Raises
@@ -253,21 +248,10 @@ def paged_fp8_prefill(case: PrefillCase, device: torch.device) -> Entry:
     ImportError
         vLLM or its FlashAttention 3 is missing.
     """
-    step = flash_attention(case.decode(), device, torch.float8_e4m3fn)
-    q = queries(case.decode(), 1, device)[0]
+    step = flash_attention(case, device, torch.float8_e4m3fn)
+    q = queries(case, 1, device)[0]
     attend = step.calls[0]
     return Entry([lambda: attend(q=q.to(torch.float8_e4m3fn))], None)
-
-
-def flash_attention_3() -> Flash | None:
-    """Return vLLM's FlashAttention 3 as `kvlab.kernels.prefill` takes it, or None where it is missing."""
-    try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func, is_fa_version_supported
-    except ImportError:
-        return None
-    if not is_fa_version_supported(FLASH_ATTENTION):
-        return None
-    return partial(flash_attn_varlen_func, fa_version=FLASH_ATTENTION, return_softmax_lse=True)
 
 
 DECODE = {

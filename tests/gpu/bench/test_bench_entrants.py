@@ -2,13 +2,15 @@ import pytest
 import torch
 
 from kvlab.bench import cases, ours
-from kvlab.bench.cases import DecodeCase, PrefillCase, StoreCase
+from kvlab.bench.cases import DecodeCase, StoreCase
 from kvlab.serving import stock_kernels
+from kvlab.serving.flash import flash_attention_3
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CUDA = torch.device("cuda")
 CASE = DecodeCase(24, 2, (4097, 33, 1000), "ragged", q_len=2)
+PREFILL = DecodeCase(24, 2, (4097, 300), "prefill", q_len=130)
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +48,14 @@ def test_our_store_is_within_the_bar():
 
 @pytest.mark.parametrize("flash", ["torch", "vllm"])
 def test_our_prefill_is_within_the_bar(flash):
-    attention = stock_kernels.flash_attention_3() if flash == "vllm" else None
+    attention = flash_attention_3() if flash == "vllm" else None
     if flash == "vllm" and attention is None:
         pytest.skip("needs vLLM's FlashAttention 3")
     # 2^-9 is the output's own rounding to bfloat16, as much again what fp16 leaves.
-    assert 0 < ours.prefill(PrefillCase(24, 2, (4097, 300), 130), CUDA, attention).error() < 2 * 2**-9
+    assert 0 < ours.prefill(PREFILL, CUDA, attention).error() < 2 * 2**-9
 
 
 def test_stock_prefill_runs():
     pytest.importorskip("vllm")
-    stock_kernels.paged_fp8_prefill(PrefillCase(24, 2, (4097, 300), 130), CUDA).calls[0]()
+    stock_kernels.paged_fp8_prefill(PREFILL, CUDA).calls[0]()
     torch.cuda.synchronize()

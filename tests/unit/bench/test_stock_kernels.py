@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import kvlab
-from kvlab.bench.cases import DecodeCase, PrefillCase, StoreCase
+from kvlab.bench.cases import DecodeCase, StoreCase
 from kvlab.serving import stock_kernels
+from kvlab.serving.flash import flash_attention_3
 
 pytestmark = pytest.mark.unit
 
@@ -15,7 +16,7 @@ ENTRANTS = [(entrant, DecodeCase(24, 2, (5,))) for entrant in stock_kernels.DECO
 ENTRANTS += [(entrant, StoreCase(24, 2, 1)) for entrant in stock_kernels.STORE.values()]
 
 
-ENTRANTS += [(entrant, PrefillCase(24, 2, (5,), 3)) for entrant in stock_kernels.PREFILL.values()]
+ENTRANTS += [(entrant, DecodeCase(24, 2, (5,), "prefill", 3)) for entrant in stock_kernels.PREFILL.values()]
 
 
 @pytest.mark.parametrize(("entrant", "case"), ENTRANTS, ids=[*stock_kernels.DECODE, "fp8 store", "fp8 prefill"])
@@ -25,7 +26,7 @@ def test_without_vllm_an_entrant_says_so(entrant, case, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ImportError, match="vllm"):
         entrant(case, torch.device("cpu"))
-    assert stock_kernels.flash_attention_3() is None
+    assert flash_attention_3() is None
 
 
 @pytest.mark.parametrize(("q_len", "tokens"), [(1, 1), (1, 33), (4, 7)])
