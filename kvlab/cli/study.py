@@ -1,47 +1,14 @@
-"""The command line: every command is a thin wrapper around a function of the library."""
+"""Figures, captures, measurements, calibration."""
 
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-import kvlab
-
-app = typer.Typer(
-    name="kvlab",
-    help="Study and calibrate a rotated 4-bit KV cache.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
-bench = typer.Typer(help="Measure speed, beside what ships today.", rich_markup_mode=None)
-app.add_typer(bench, name="bench")
-
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
-
-
-def _version(wanted: bool) -> None:  # noqa: FBT001 (typer's callback form)
-    if wanted:
-        typer.echo(f"kvlab {kvlab.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    # Everything the commands need is on disk; a hub is asked only by commands that name a model there.
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+from kvlab.cli.app import JsonOption, app
 
 
 @app.command()
@@ -173,100 +140,3 @@ def calibrate_command(
 
     document = measure_job.calibrate_captures(captures, holdout or [], out, seeds, tokens, device)
     typer.echo(json.dumps(document) if as_json else measure_job.calibration_as_text(document, out))
-
-
-@bench.command(name="kernels")
-def bench_kernels_command(
-    quick: Annotated[bool, typer.Option("--quick", help="One shape and fewer batches and contexts.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the whole table to this CSV file.")] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Time decode attention, the store and prefill on this GPU, beside vLLM's kernels and a plain copy."""
-    from kvlab.bench import kernels
-    from kvlab.serving import stock_kernels as stock
-    from kvlab.serving.flash import flash_attention_3
-
-    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
-        raise ValueError(f"out is {str(out)!r}; accepted: a file in a folder that can be written")
-    command = "kvlab bench kernels" + (" --quick" if quick else "")
-    table, notes = kernels.bench_kernels(
-        stock.DECODE, stock.STORE, stock.PREFILL, flash=flash_attention_3(), quick=quick, command=command
-    )
-    if out is not None:
-        kernels.write_table(table, notes, out)
-    if as_json:
-        typer.echo(json.dumps({"rows": json.loads(table.to_json(orient="records")), "notes": notes}))
-    else:
-        typer.echo(kernels.as_text(table, notes))
-
-
-@app.command(name="serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def serve_command(
-    context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A checkpoint folder or a hub name.")],
-    scheme: Annotated[
-        str | None, typer.Option(help="hadamard-int4 (the default), int4, calibrated, or stock's: fp8, bf16.")
-    ] = None,
-    calibration: Annotated[Path | None, typer.Option(help="A calibration file, served as 'calibrated'.")] = None,
-    rotation_seed: Annotated[int | None, typer.Option(min=0, help="Of hadamard-int4; default: the library's.")] = None,
-    host: Annotated[str, typer.Option(help="Where it listens; the default is reached from this machine only.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(min=1, max=65_535, help="Where it listens.")] = 8000,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and do not run it.")] = False,
-) -> None:
-    """Serve Kolibri-1 in vLLM; every option that is not listed here is handed to vLLM, after the model."""
-    from kvlab.serving import server
-
-    command = server.serve_command(
-        model,
-        scheme=scheme,
-        calibration=calibration,
-        rotation_seed=rotation_seed,
-        host=host,
-        port=port,
-        arguments=context.args,
-    )
-    if dry_run:
-        typer.echo(shlex.join(command))
-        return
-    program = server.runnable(command, os.environ)
-    typer.echo(shlex.join(command), err=True)
-    # In the place of this process: signals and the exit code are the server's own.
-    os.execv(program[0], program)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; a user's mistake is one line on standard error and exit code 2.
-
-    With the environment variable ``KVLAB_TRACEBACK`` set, errors are raised instead.
-    """
-    command = typer.main.get_command(app)
-    arguments = sys.argv[1:] if arguments is None else arguments
-    # A job that is told to end cleans up as one that is interrupted.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        code = command.main(args=arguments or ["--help"], prog_name="kvlab", standalone_mode=False)
-    except BrokenPipeError:
-        # The reader of our output has left, as `head` does.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        if os.environ.get("KVLAB_TRACEBACK"):
-            raise
-        code = _complain(str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        code = _complain("interrupted; what was finished is kept", code=130)
-    except Exception as error:
-        # The command line parser's own errors, whichever click it is built on.
-        if not hasattr(error, "format_message"):
-            raise
-        code = _complain(error.format_message())
-    sys.exit(code or 0)
-
-
-def _complain(message: str, code: int = 2) -> int:
-    # Progress bars leave the cursor in their line.
-    start = "\n" if code == 130 else ""
-    print(f"{start}kvlab: {' '.join(message.split())}", file=sys.stderr)
-    return code
