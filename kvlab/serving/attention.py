@@ -8,14 +8,9 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.attention.attention import get_attention_context
+from vllm.model_executor.layers.attention.attention import unified_attention_with_output
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.utils.torch_utils import (
-    LayerNameType,
-    _encode_layer_name,
-    _resolve_layer_name,
-    direct_register_custom_op,
-)
+from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, KVQuantMode
 
 from kvlab.kernels.layout import REGION_TOKENS, cell_bytes
@@ -24,12 +19,23 @@ from kvlab.schemes import Scheme
 from kvlab.serving.backend import Int4Backend
 from kvlab.serving.schemes import layer_folding
 
-HEAD_DIM = 128
-"""Of Kolibri-1, and of the Hopper kernels."""
-
 
 class Int4Attention(Attention):
-    """vLLM's attention layer with pages of 4-bit cells."""
+    """vLLM's attention layer with pages of 4-bit cells, straight from the projection."""
+
+    def forward(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Norm, rotate, store and attend: ``[tokens, (num_heads + 2 num_kv_heads) head_size]`` → all heads' output.
+
+        All of it is vLLM's one attention operator, before which it cuts its piecewise CUDA graphs: where the tokens are
+        stored is a batch's own, and no graph may keep it.
+        """
+        output = qkv.new_empty(len(qkv), self.num_heads, self.head_size)
+        if self.use_direct_call:
+            unified_attention_with_output(qkv, qkv, qkv, output, self.layer_name)
+        else:
+            name = _encode_layer_name(self.layer_name)
+            torch.ops.vllm.unified_attention_with_output(qkv, qkv, qkv, output, name)
+        return output.flatten(1)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Return the layer's pages: the smallest block of whole regions that is no smaller than a sliding-window page.
@@ -97,10 +103,7 @@ class Int4FullAttention(nn.Module):
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Attend; full-attention layers of Kolibri-1 have no positions."""
         qkv, _ = self.qkv_proj(hidden_states)
-        q = torch.ops.vllm.kvlab_norm_rotate_store(qkv, self.attn.num_heads, _encode_layer_name(self.attn.layer_name))
-        # The backend reads keys and values from the cache; vLLM only wants tensors of their shape.
-        unused = qkv[:, : self.attn.num_kv_heads * self.attn.head_size]
-        out, _ = self.o_proj(self.attn(q.flatten(1), unused, unused))
+        out, _ = self.o_proj(self.attn(qkv))
         return out
 
 
@@ -119,14 +122,9 @@ class Store:
     def fold(self) -> None:
         """Fold the norms' gains, as they are now, into the matrices."""
         self.folding = layer_folding(self.scheme, self.layer, self.q_norm.weight, self.k_norm.weight, self.heads)
-        # Handed to the kernel while vLLM has no cache yet and only rotated queries are wanted.
-        shape = (1, self.num_kv_heads, REGION_TOKENS, cell_bytes(self.folding.head_dim))
-        self.no_cache = torch.zeros(shape, dtype=torch.uint8, device=self.q_norm.weight.device)
 
-    def __call__(self, qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor | None) -> torch.Tensor:
-        """Store the tokens that have a slot and return the rotated queries of all."""
-        if slots is None or cache.numel() == 0:
-            cache, slots = self.no_cache, torch.empty(0, dtype=torch.int64, device=qkv.device)
+    def __call__(self, qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Store the tokens that have a slot and return all rotated queries, ``[tokens, num_heads, head_size]``."""
         return norm_rotate_store(
             qkv,
             cache,
@@ -136,21 +134,3 @@ class Store:
             num_kv_heads=self.num_kv_heads,
             eps=self.eps,
         )
-
-
-def _norm_rotate_store(qkv: torch.Tensor, num_heads: int, layer_name: LayerNameType) -> torch.Tensor:
-    _, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
-    return layer.store(qkv, cache, slots)
-
-
-def _norm_rotate_store_fake(qkv: torch.Tensor, num_heads: int, layer_name: LayerNameType) -> torch.Tensor:
-    return qkv.new_empty(qkv.shape[0], num_heads, HEAD_DIM)
-
-
-direct_register_custom_op(
-    op_name="kvlab_norm_rotate_store",
-    op_func=_norm_rotate_store,
-    fake_impl=_norm_rotate_store_fake,
-    # The cache is vLLM's own and no argument; the attention that reads it takes this op's result.
-    mutates_args=[],
-)

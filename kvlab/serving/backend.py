@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from vllm.config import VllmConfig
-from vllm.logger import init_logger
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -20,14 +19,13 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers, split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
+from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
 from kvlab.kernels.decode import MAX_Q_LEN, DecodePlan
 from kvlab.kernels.layout import REGION_TOKENS
 from kvlab.kernels.prefill import WORKSPACE_TOKENS, prefill_attention
+from kvlab.serving.announce import announce
 from kvlab.serving.flash import flash_attention_3
-
-# Within vLLM's own names, whose handlers and level it configures.
-logger = init_logger("vllm.kvlab")
 
 
 @dataclass
@@ -62,18 +60,18 @@ class Int4Metadata(AttentionMetadata):
         Of them, up to date; None if there are none.
     prefills
         The others; None if there are none.
+    slots
+        Where each token is stored, on the device.
     seq_lens, block_table
         Of all sequences, on the device.
-    workspace
-        What prefills read the cache into.
     """
 
     decodes: int
     plan: DecodePlan | None
     prefills: Prefills | None
+    slots: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
-    workspace: torch.Tensor | None
 
 
 class Int4MetadataBuilder(AttentionMetadataBuilder[Int4Metadata]):
@@ -92,7 +90,6 @@ class Int4MetadataBuilder(AttentionMetadataBuilder[Int4Metadata]):
         # Both kinds of batch that are captured in CUDA graphs; others are planned when they occur.
         for q_len in {1, self.reorder_batch_threshold}:
             self._plan(q_len)
-        self.workspace = None
 
     def _plan(self, q_len: int) -> DecodePlan:
         if q_len not in self.plans:
@@ -128,9 +125,9 @@ class Int4MetadataBuilder(AttentionMetadataBuilder[Int4Metadata]):
             decodes,
             plan,
             self._prefills(batch, decodes, decode_tokens) if prefills else None,
+            batch.slot_mapping,
             batch.seq_lens,
             batch.block_table_tensor,
-            self._workspace() if prefills else None,
         )
 
     def _prefills(self, batch: CommonAttentionMetadata, decodes: int, decode_tokens: int) -> Prefills:
@@ -138,13 +135,6 @@ class Int4MetadataBuilder(AttentionMetadataBuilder[Int4Metadata]):
         lengths = batch.seq_lens if batch.seq_lens.device.type == "cpu" else batch.seq_lens_cpu_upper_bound
         starts = batch.query_start_loc_cpu[decodes:] - decode_tokens
         return Prefills(decode_tokens, decodes, lengths[decodes : batch.num_reqs].tolist(), starts.tolist())
-
-    def _workspace(self) -> torch.Tensor:
-        if self.workspace is None:
-            spec, longest = self.kv_cache_spec, self.vllm_config.model_config.max_model_len
-            shape = (2, min(WORKSPACE_TOKENS, longest), spec.num_kv_heads, spec.head_size)
-            self.workspace = torch.empty(shape, dtype=torch.float16, device=self.device)
-        return self.workspace
 
 
 class Int4Impl(AttentionImpl):
@@ -173,7 +163,8 @@ class Int4Impl(AttentionImpl):
         self.num_heads, self.head_size, self.num_kv_heads, self.scale = num_heads, head_size, num_kv_heads, scale
         self.kv_cache_dtype = kv_cache_dtype
         self.flash = flash_attention_3()
-        self.is_announced = False
+        self.vllm_config = get_current_vllm_config()
+        self.announced_blocks = None
 
     def forward(
         self,
@@ -187,13 +178,18 @@ class Int4Impl(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend with rotated queries ``[tokens, num_heads, head_size]`` to what the cache holds of their sequences."""
+        """Store the new tokens and attend to what the cache holds of their sequences.
+
+        ``query`` is the projection itself, ``[tokens, (num_heads + 2 num_kv_heads) head_size]``, with keys and values.
+        """
         if attn_metadata is None:  # vLLM measures its memory without a batch
+            self._hold_what_prefill_holds(output)
             return output.zero_()
-        if not self.is_announced:
-            self.is_announced = True
-            _announce(layer, kv_cache)
+        if self.announced_blocks != len(kv_cache):
+            self.announced_blocks = len(kv_cache)
+            announce(self.vllm_config, layer, kv_cache)
         step, plan, prefills = attn_metadata, attn_metadata.plan, attn_metadata.prefills
+        query = layer.store(query, kv_cache, step.slots)
         if plan is not None:
             tokens = step.decodes * plan.q_len
             plan.attend(
@@ -214,22 +210,26 @@ class Int4Impl(AttentionImpl):
                 prefills.query_start_loc,
                 scale=self.scale,
                 flash=self.flash if query.is_cuda else None,
-                workspace=step.workspace,
+                workspace=self._workspace(query.device),
                 out=output[rows],
             )
         return output
 
+    def _workspace(self, device: torch.device) -> torch.Tensor:
+        """Return what prefill reads the cache into: vLLM's scratch memory, shared by all layers, where it has some."""
+        tokens = min(WORKSPACE_TOKENS, self.vllm_config.model_config.max_model_len)
+        shape = (2, tokens, self.num_kv_heads, self.head_size)
+        if is_workspace_manager_initialized():
+            return current_workspace_manager().get_simultaneous((shape, torch.float16))[0]
+        return torch.empty(shape, dtype=torch.float16, device=device)
 
-def _announce(layer: torch.nn.Module, cache: torch.Tensor) -> None:
-    """Say what a layer really stores, read from the tensor that vLLM allocated."""
-    logger.info(
-        "kvlab: %s stores %s in %d bytes per token and KV head, blocks of %d tokens, on %s",
-        layer.layer_name,
-        layer.store.scheme.name,
-        cache.shape[3] * cache.element_size(),
-        cache.shape[2],
-        cache.device,
-    )
+    def _hold_what_prefill_holds(self, output: torch.Tensor) -> None:
+        """Allocate at once what a prefill of these tokens does, so that vLLM leaves room for it beside the cache."""
+        self._workspace(output.device)
+        # The rotated queries, these shrunk, the output over a piece of the context and what it is merged with.
+        dtypes = (output.dtype, torch.float16, torch.float16, torch.float32)
+        held = [torch.empty_like(output, dtype=dtype) for dtype in dtypes]
+        del held
 
 
 class Int4Backend(AttentionBackend):
