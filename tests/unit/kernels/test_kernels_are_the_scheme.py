@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import kvlab
+from kvlab import codec
 from kvlab.kernels.decode import DecodePlan
 from kvlab.kernels.folding import Folding
+from kvlab.kernels.layout import read_cells
 from kvlab.kernels.naive.norm_rotate_store import normalise
 from kvlab.kernels.store import norm_rotate_store
 from kvlab.transforms import FoldedQKNorm
@@ -32,13 +34,22 @@ class Layer:
         self.qkv = torch.randn(PROMPT + STEPS, width, generator=generator).bfloat16().to(DEVICE)
         norm_rotate_store(self.qkv[:PROMPT], self.cache, torch.arange(PROMPT, device=DEVICE), self.folding, **HEADS)
 
-    def expected(self, tokens):
-        """Attention of the last token, from the projection through the scheme's own round trip."""
+    def heads(self, tokens):
+        """Queries, keys without gain, values, ``[heads, tokens, head_dim]``."""
         heads = self.qkv[:tokens].float().unflatten(1, (-1, HEAD_DIM)).transpose(0, 1)
         queries, keys, values = heads.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS])
-        keys = self.scheme.keys.roundtrip(normalise(keys, EPS), self.index) * self.k_gain
-        values = self.scheme.values.roundtrip(values, self.index)
-        queries = (normalise(queries[:, -1], EPS) * self.q_gain).unflatten(0, (NUM_KV_HEADS, -1))
+        return normalise(queries, EPS), normalise(keys, EPS), values
+
+    def stored(self, tokens):
+        """Keys without gain and values as the cache holds them, rotated back."""
+        keys, values = map(codec.decode, read_cells(self.cache, torch.arange(BLOCKS, device=DEVICE), tokens))
+        return self.scheme.keys.transform.inverse(keys, self.index), values
+
+    def expected(self, tokens):
+        """Attention of the last token, from the projection's query and what is stored."""
+        (queries, _, _), (keys, values) = self.heads(tokens), self.stored(tokens)
+        keys = keys * self.k_gain
+        queries = (queries[:, -1] * self.q_gain).unflatten(0, (NUM_KV_HEADS, -1))
         return ((queries @ keys.mT * HEAD_DIM**-0.5).softmax(-1) @ values).flatten(0, 1)
 
 
@@ -77,3 +88,13 @@ def test_layers_and_steps_in_a_row():
             # The rotated query is rounded to bfloat16, 2⁻⁹ of each component: of a score's spread, which is about 1
             # here, and so of the output; as much again for fp16 inside the kernel.
             assert (out[0] - expected).norm() / expected.norm() < 2**-8
+
+
+def test_the_cells_are_the_schemes_round_trip():
+    layer = Layer(LAYERS[0])
+    _, keys, values = layer.heads(PROMPT)
+    sides = (layer.scheme.keys, keys), (layer.scheme.values, values)
+    for (side, x), stored in zip(sides, layer.stored(PROMPT), strict=True):
+        differs = (side.roundtrip(x, layer.index) - stored).norm(dim=-1) / x.norm(dim=-1) > 1e-3
+        # Sums of another order put one component of some ten thousand on the other side of a rounding boundary.
+        assert differs.float().mean() < 0.02
