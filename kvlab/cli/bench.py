@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvlab.cli.app import JsonOption, app
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from kvlab.serving.throughput import Setup
 
 bench = typer.Typer(help="Measure speed, beside what ships today.", rich_markup_mode=None)
 app.add_typer(bench, name="bench")
@@ -38,3 +44,128 @@ def bench_kernels_command(
         typer.echo(json.dumps({"rows": json.loads(table.to_json(orient="records")), "notes": notes}))
     else:
         typer.echo(kernels.as_text(table, notes))
+
+
+# What is not listed is vLLM's, as for kvlab serve.
+REST = {"allow_extra_args": True, "ignore_unknown_options": True}
+ModelArgument = Annotated[str, typer.Argument(help="A checkpoint folder or a hub name.")]
+SchemeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="As for kvlab serve, or vLLM's int4-per-token-head; may be repeated. Default: fp8 and hadamard-int4."
+    ),
+]
+ContextOption = Annotated[list[int], typer.Option(min=2, help="Tokens per session; may be repeated.")]
+ParallelOption = Annotated[
+    list[int] | None, typer.Option(min=1, help="GPUs that share a model; may be repeated. Default: 1.")
+]
+CacheOption = Annotated[
+    float | None,
+    typer.Option(help="Cache per GPU, in 1e9 bytes; default: what vLLM's --gpu-memory-utilization leaves."),
+]
+CalibrationOption = Annotated[Path | None, typer.Option(help="A calibration file, for scheme calibrated.")]
+RandomOption = Annotated[bool, typer.Option("--random-weights", help="Draw them; the folder needs a config.json only.")]
+OutOption = Annotated[
+    Path | None, typer.Option(help="The table as CSV, written point by point; one that exists is continued.")
+]
+LogsOption = Annotated[
+    Path | None, typer.Option(help="A folder that keeps what vLLM prints; default: only of an engine that fails.")
+]
+
+
+@bench.command(name="throughput", context_settings=REST)
+def bench_throughput_command(
+    rest: typer.Context,
+    model: ModelArgument,
+    context: ContextOption,
+    sessions: Annotated[list[str], typer.Option(help="How many decode, or 'full': as many as fit. May be repeated.")],
+    scheme: SchemeOption = None,
+    tensor_parallel: ParallelOption = None,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps that are timed at each point.")] = 512,
+    repeat: Annotated[int, typer.Option(min=1, help="How often each curve is measured.")] = 1,
+    cache_gb: CacheOption = None,
+    calibration: CalibrationOption = None,
+    random_weights: RandomOption = False,
+    out: OutOption = None,
+    logs: LogsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time decode steps of the whole engine, filled without prefill; every other option is handed to vLLM."""
+    from kvlab.serving.throughput import bench_throughput
+
+    setup = _setup(
+        rest,
+        scheme,
+        tensor_parallel,
+        model=model,
+        contexts=context,
+        cache_gb=cache_gb,
+        calibration=calibration,
+        random_weights=random_weights,
+        out=out,
+        logs=logs,
+    )
+    numbers = [int(number) if number.isdecimal() else number for number in sessions]
+    _print(bench_throughput(setup, sessions=numbers, steps=steps, repeats=repeat), as_json=as_json)
+
+
+@bench.command(name="first-token", context_settings=REST)
+def bench_first_token_command(
+    rest: typer.Context,
+    model: ModelArgument,
+    context: ContextOption,
+    scheme: SchemeOption = None,
+    tensor_parallel: ParallelOption = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests that are timed at each context.")] = 5,
+    cache_gb: CacheOption = None,
+    calibration: CalibrationOption = None,
+    random_weights: RandomOption = False,
+    out: OutOption = None,
+    logs: LogsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time one request from its arrival to its first token; every option that is not listed is handed to vLLM."""
+    from kvlab.serving.throughput import bench_first_token
+
+    setup = _setup(
+        rest,
+        scheme,
+        tensor_parallel,
+        model=model,
+        contexts=context,
+        cache_gb=cache_gb,
+        calibration=calibration,
+        random_weights=random_weights,
+        out=out,
+        logs=logs,
+    )
+    _print(bench_first_token(setup, requests=requests), as_json=as_json)
+
+
+def _setup(rest: typer.Context, scheme: list[str] | None, tensor_parallel: list[int] | None, **others: object) -> Setup:
+    from kvlab.serving.throughput import Setup
+
+    schemes, parallel = scheme or ("fp8", "hadamard-int4"), tensor_parallel or (1,)
+    return Setup(schemes=schemes, tensor_parallel=parallel, arguments=rest.args, command=_as_typed(rest), **others)
+
+
+def _as_typed(context: typer.Context) -> str:
+    """Return the command with the options that were given."""
+    words = context.command_path.split()
+    for parameter in context.command.params:
+        value = context.params[parameter.name]
+        name = [option for option in parameter.opts[:1] if option.startswith("-")]
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is True:
+                words += name
+            elif one not in (None, False, parameter.default):
+                words += [*name, str(one)]
+    return shlex.join([*words, *context.args])
+
+
+def _print(table: pd.DataFrame, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(table.to_json(orient="records"))
+        return
+    shown = [name for name in table.columns if name not in ("weights", "machine", "versions", "date", "command")]
+    typer.echo(table[shown].to_string(index=False, float_format="%.5g"))

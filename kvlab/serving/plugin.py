@@ -91,7 +91,7 @@ def why_not(vllm_config: VllmConfig) -> str | None:
             f"{speculative and speculative.num_speculative_tokens} speculative tokens; accepted: at most 7",
         ),
         (
-            connector not in (None, "DecodeBenchConnector"),
+            connector not in (None, "DecodeBenchConnector", "FillConnector"),
             f"the KV connector is {connector}; accepted: none (others do not know these pages)",
         ),
         (

@@ -1,0 +1,259 @@
+"""Decode throughput and time to first token: an engine per scheme and number of GPUs, one table of all."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+import transformers
+from tqdm import tqdm
+
+from kvlab.checks import check_integer, check_number
+from kvlab.serving import server
+from kvlab.serving.throughput.job import FULL, Job, cache_arguments, decode_arguments, engine_arguments
+from kvlab.serving.throughput.process import run_job
+from kvlab.serving.throughput.table import PointTable
+
+STEPS = 512
+"""As the write-up times."""
+REQUESTS = 5
+"""Of each context, for first tokens."""
+ORIGIN = ("cache_gb", "num_blocks", "start_seconds", "weights", "machine", "versions", "date", "command")
+NAMES = ("scheme", "tensor_parallel", "context")
+TIMES = ("median_ms", "slowest_tenth", "tokens_per_s", "tokens_per_s_per_session")
+THROUGHPUT_KEY = (*NAMES, "point", "repeat")
+THROUGHPUT_COLUMNS = (*THROUGHPUT_KEY, "first_tokens", "sessions", "steps", *TIMES, "counts", "reason", *ORIGIN)
+FIRST_TOKEN_COLUMNS = (*NAMES, "first_tokens", "requests", "median_s", "fastest_s", "slowest_s", *ORIGIN)
+ORIGIN_NOTE = "cache_gb: 1e9 bytes of cache per GPU, allocated. start_seconds: building the engine until it is ready."
+THROUGHPUT_NOTES = (
+    "Decode only: sessions begin with first_tokens tokens, all but the last in the cache, and get one with every step.",
+    "slowest_tenth: mean of the slowest tenth of the steps over the median. tokens_per_s: over all timed steps.",
+    "counts: every timed step brought exactly one token to every session; else reason says why not, without a time.",
+    "point full: as many sessions as fit before the scheduler queues one; where growing evicts some, then one fewer.",
+    ORIGIN_NOTE,
+)
+FIRST_TOKEN_NOTES = (
+    "From adding one request of random tokens to its first token, nothing else running, after one that warms up.",
+    ORIGIN_NOTE,
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What both benchmarks are told.
+
+    Attributes
+    ----------
+    model
+        A checkpoint folder or a hub name.
+    schemes
+        Names of ``kvlab serve``, or ``"int4-per-token-head"`` (vLLM's own).
+    contexts
+        In tokens.
+    tensor_parallel
+        Numbers of GPUs.
+    cache_gb
+        Cache per GPU in 1e9 bytes; None leaves it to vLLM (``--gpu-memory-utilization``).
+    calibration
+        The file of scheme ``"calibrated"``.
+    random_weights
+        Draw the weights; the folder needs a ``config.json`` only.
+    arguments
+        vLLM's own, after all others, so that they win; of ``--compilation-config`` as ``--compilation-config.key``.
+    out
+        A CSV file that is written point by point. One of the same settings is continued.
+    logs
+        A folder that keeps what vLLM prints; None keeps only the log of an engine that fails.
+    command
+        What the table names as its command.
+    progress
+        Show a progress bar on standard error.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A value is not what is accepted.
+    ImportError
+        vLLM or a plugin is missing.
+    """
+
+    model: str | Path
+    schemes: Sequence[str]
+    contexts: Sequence[int]
+    tensor_parallel: Sequence[int] = (1,)
+    cache_gb: float | None = None
+    calibration: Path | None = None
+    random_weights: bool = False
+    arguments: Sequence[str] = ()
+    out: Path | None = None
+    logs: Path | None = None
+    command: str = ""
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("schemes", "contexts", "tensor_parallel"):
+            _check_some(getattr(self, name), name)
+        for scheme in self.schemes:
+            cache_arguments(scheme, self.calibration)
+        if self.cache_gb is not None and check_number(self.cache_gb, "cache_gb") <= 0:
+            raise ValueError(f"cache_gb is {self.cache_gb}; accepted: more than 0")
+        if self.logs is not None and not self.logs.is_dir():
+            raise ValueError(f"logs is {str(self.logs)!r}; accepted: a folder that exists")
+        for context in self.contexts:
+            if check_integer(context, "context", minimum=2) > self.positions:
+                raise ValueError(f"context is {context}; accepted: at most the model's {self.positions} positions")
+        gpus = torch.cuda.device_count()
+        for number in self.tensor_parallel:
+            # vLLM's CPU build has ranks without GPUs.
+            if check_integer(number, "tensor_parallel", minimum=1) > gpus > 0:
+                raise ValueError(f"tensor_parallel is {number}; accepted: at most the {gpus} GPUs of this machine")
+
+    @property
+    def positions(self) -> int:
+        """Of the model."""
+        return transformers.AutoConfig.from_pretrained(self.model).get_text_config().max_position_embeddings
+
+    def table(
+        self, bench: str, columns: Sequence[str], key: Sequence[str], notes: Sequence[str], **settings: object
+    ) -> PointTable:
+        """Open the benchmark's table, whose rows share these settings and this setup's."""
+        shared = {
+            "bench": bench,
+            "model": str(self.model),
+            "weights": self.weights,
+            "cache_gb": self.cache_gb,
+            "calibration": None if self.calibration is None else str(self.calibration),
+            "arguments": list(self.arguments),
+        }
+        return PointTable(self.out, columns=columns, key=key, settings=shared | settings, notes=notes)
+
+    @property
+    def weights(self) -> str:
+        """How the table calls them."""
+        return "random" if self.random_weights else Path(self.model).name
+
+
+def bench_throughput(
+    setup: Setup, *, sessions: Sequence[int | str], steps: int = STEPS, repeats: int = 1
+) -> pd.DataFrame:
+    """Time decode steps of a filled engine at each number of sessions, from the most down.
+
+    Parameters
+    ----------
+    setup
+        Its contexts are the tokens with which sessions begin; where the model's positions would not do for the steps,
+        as many fewer (``first_tokens`` in the table).
+    sessions
+        Numbers of sessions; ``"full"`` is as many as the cache holds, found by filling it.
+    steps
+        Timed for each point.
+    repeats
+        Of each curve, in the same engine.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row per point, those that do not count included with their reason.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is not what is accepted, or the table's file was not written with the same ones.
+    ChildProcessError
+        An engine ended before its time; the points before are kept.
+    """
+    check_integer(steps, "steps", minimum=1)
+    check_integer(repeats, "repeats", minimum=1)
+    _check_some(sessions, "sessions")
+    for number in sessions:
+        if isinstance(number, str) and number != FULL:
+            raise ValueError(f"sessions is {number!r}; accepted: an integer of at least 1, or {FULL!r}")
+    numbers = {check_integer(number, "sessions", minimum=1) for number in sessions if number != FULL}
+    order = [*([FULL] if FULL in sessions else []), *sorted(numbers, reverse=True)]
+    table = setup.table("throughput", THROUGHPUT_COLUMNS, THROUGHPUT_KEY, THROUGHPUT_NOTES, steps=steps)
+    points = [
+        {"context": context, "point": str(point), "repeat": repeat}
+        for context in setup.contexts
+        for repeat in range(1, repeats + 1)
+        for point in order
+    ]
+    job = Job("throughput", points, steps=steps, engine_arguments=decode_arguments(order))
+    return _run(setup, table, job)
+
+
+def bench_first_token(setup: Setup, *, requests: int = REQUESTS) -> pd.DataFrame:
+    """Time from adding one request of random tokens to its first token, really prefilled.
+
+    Parameters
+    ----------
+    setup
+        Its contexts are the tokens of the request (one fewer where they are all positions of the model).
+    requests
+        Of each context, after one that warms up.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row per scheme, number of GPUs and context.
+
+    Raises
+    ------
+    TypeError, ValueError, ChildProcessError
+        As for `bench_throughput`.
+    """
+    check_integer(requests, "requests", minimum=1)
+    table = setup.table("first-token", FIRST_TOKEN_COLUMNS, NAMES, FIRST_TOKEN_NOTES, requests=requests)
+    points = [{"context": context} for context in setup.contexts]
+    return _run(setup, table, Job("first-token", points, requests=requests, engine_arguments=["--max-num-seqs", "1"]))
+
+
+def _run(setup: Setup, table: PointTable, job: Job) -> pd.DataFrame:
+    """Measure what the table lacks, an engine after the other."""
+    jobs = list(_jobs(setup, table, job))
+    if jobs:
+        # Says in one line what is missing, before any engine starts.
+        server.runnable(["vllm", *(argument for each in jobs for argument in each.engine_arguments)], os.environ)
+    every = len(setup.schemes) * len(setup.tensor_parallel) * len(job.points)
+    left = sum(len(each.points) for each in jobs)
+    with tqdm(total=every, initial=every - left, unit="point", disable=not setup.progress) as bar:
+        for each in jobs:
+            first = each.points[0]
+            name = f"{first['scheme']}-tp{first['tensor_parallel']}"
+            bar.set_description(name)
+            for rows in run_job(each, name, setup.logs):
+                table.append([{**row, "weights": setup.weights, "command": setup.command} for row in rows])
+                bar.update()
+    return table.frame
+
+
+def _jobs(setup: Setup, table: PointTable, job: Job) -> Iterator[Job]:
+    """Return the job of each engine, with the points that are not in the table."""
+    longest = min(max(setup.contexts) + job.growth, setup.positions)
+    for scheme in dict.fromkeys(setup.schemes):
+        for number in dict.fromkeys(setup.tensor_parallel):
+            points = [{"scheme": scheme, "tensor_parallel": number, **point} for point in job.points]
+            points = [point for point in points if not table.has(point)]
+            arguments = engine_arguments(
+                str(setup.model),
+                scheme,
+                number,
+                longest,
+                calibration=setup.calibration,
+                random_weights=setup.random_weights,
+                cache_gb=setup.cache_gb,
+            )
+            if points:
+                every = [*arguments, *job.engine_arguments, *setup.arguments]
+                yield dataclasses.replace(
+                    job, points=points, random_weights=setup.random_weights, engine_arguments=every
+                )
+
+
+def _check_some(values: object, name: str) -> None:
+    if isinstance(values, str) or not list(values):
+        raise ValueError(f"{name} is {values!r}; accepted: a list of at least one")

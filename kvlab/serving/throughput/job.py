@@ -1,0 +1,139 @@
+"""What one engine is to measure, and vLLM's arguments for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvlab.serving.options import SCHEMES
+from kvlab.serving.server import PARSERS, STOCK, serve_command
+
+FULL = "full"
+"""The point with as many sessions as the cache holds."""
+PER_TOKEN_HEAD = {
+    "int4-per-token-head": (
+        *("--kv-cache-dtype", "int4_per_token_head", "--kv-cache-dtype-skip-layers", "sliding_window"),
+        # The one backend that has it.
+        *("--attention-backend", "TRITON_ATTN"),
+    )
+}
+"""vLLM's own 4-bit cache, for the full-attention layers as ours is."""
+ALL_SCHEMES = (*STOCK, *SCHEMES, *PER_TOKEN_HEAD)
+
+WARM_UP_STEPS = 16
+SLACK_STEPS = 8
+"""By how much sessions outlive the timed steps, so that none ends in them."""
+MAX_SESSIONS = 256
+"""Of the point with a full cache, unless ``--max-num-seqs`` says otherwise: vLLM's default."""
+GRAPH_STEP = 8
+"""Batches of a full cache run in the next larger multiple's CUDA graph; the numbers asked for in their own."""
+BATCHED_TOKENS = 8192
+"""Of a step at most, as vLLM's server has it on large GPUs; it sets aside memory for that many."""
+CONNECTOR = {
+    "kv_connector": "FillConnector",
+    "kv_role": "kv_both",
+    "kv_connector_module_path": "kvlab.serving.throughput.fill",
+}
+WEIGHTS = "kvlab.serving.throughput.weights"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine's work.
+
+    Attributes
+    ----------
+    kind
+        ``"throughput"`` or ``"first-token"``.
+    points
+        What to measure, in order: ``scheme``, ``tensor_parallel``, ``context``, and for throughput ``point`` (a number
+        of sessions or ``"full"``) and ``repeat``.
+    engine_arguments
+        vLLM's, as on its command line.
+    steps
+        Timed per point, for throughput.
+    requests
+        Timed per point, for first tokens.
+    random_weights
+        Draw the weights.
+    """
+
+    kind: str
+    points: list[dict[str, object]]
+    engine_arguments: list[str]
+    steps: int = 0
+    requests: int = 0
+    random_weights: bool = False
+
+    @property
+    def growth(self) -> int:
+        """Tokens that a session decodes at most."""
+        return WARM_UP_STEPS + self.steps + SLACK_STEPS
+
+
+def cache_arguments(scheme: str, calibration: Path | None = None) -> list[str]:
+    """Return vLLM's arguments for a scheme, as ``kvlab serve`` gives them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        There is no such scheme, or it needs a calibration.
+    """
+    if scheme in PER_TOKEN_HEAD:
+        return list(PER_TOKEN_HEAD[scheme])
+    command = serve_command("model", scheme=scheme, calibration=calibration if scheme == "calibrated" else None)
+    return command[command.index("--kv-cache-dtype") : -len(PARSERS)]
+
+
+def engine_arguments(
+    model: str,
+    scheme: str,
+    tensor_parallel: int,
+    max_tokens: int,
+    *,
+    calibration: Path | None = None,
+    random_weights: bool = False,
+    cache_gb: float | None = None,
+) -> list[str]:
+    """Return what every engine is started with.
+
+    Parameters
+    ----------
+    model
+        A folder or a hub name.
+    scheme, calibration
+        What the cache stores.
+    tensor_parallel
+        GPUs.
+    max_tokens
+        Of the longest session.
+    random_weights
+        Draw the weights.
+    cache_gb
+        Cache per GPU in 1e9 bytes; None leaves it to vLLM.
+    """
+    arguments = [
+        *("--model", model, "--skip-tokenizer-init", "--tensor-parallel-size", str(tensor_parallel)),
+        *("--max-model-len", str(max_tokens), "--max-num-batched-tokens", str(BATCHED_TOKENS)),
+        *("--no-enable-prefix-caching", "--disable-log-stats", *cache_arguments(scheme, calibration)),
+    ]
+    if random_weights:
+        arguments += ["--load-format", "kvlab-random", "--worker-extension-cls", f"{WEIGHTS}.WorkerExtension"]
+    if cache_gb is not None:
+        arguments += ["--kv-cache-memory-bytes", str(round(cache_gb * 1e9))]
+    return arguments
+
+
+def decode_arguments(sessions: Sequence[int | str]) -> list[str]:
+    """Return what an engine needs beside to decode these numbers of sessions in full CUDA graphs, filled by us."""
+    numbers = [number for number in sessions if number != FULL]
+    most = max([*numbers, MAX_SESSIONS] if FULL in sessions else numbers)
+    sizes = {*numbers, *range(GRAPH_STEP, most + 1, GRAPH_STEP)} if FULL in sessions else set(numbers)
+    return [
+        *("--max-num-seqs", str(most), "--kv-transfer-config", json.dumps(CONNECTOR)),
+        # With a dot, so that a user's own key of the same option is added and does not replace these.
+        "--compilation-config.cudagraph_mode=FULL_DECODE_ONLY",
+        f"--compilation-config.cudagraph_capture_sizes={json.dumps(sorted(sizes))}",
+    ]
