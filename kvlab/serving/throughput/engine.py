@@ -6,6 +6,7 @@ standard error.
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import json
 import os
@@ -178,6 +179,9 @@ class Throughput(Driver):
         names = [self.add(self.prompt(tokens), self.job.growth) for _ in range(sessions)]
         seconds, reason = [], None
         for index in range(-WARM_UP_STEPS, self.job.steps):
+            if index == 0:
+                # Millions of numbers in lists of prompts, which Python's collector would walk every few dozen steps.
+                gc.freeze()
             step = self.step()
             waiting, preempted = self.waiting(), self.preempted()
             # Who waits once sessions are admitted, waits for one to end; what a step brings is judged from the last
@@ -189,6 +193,7 @@ class Throughput(Driver):
                 break
             if index >= 0:
                 seconds.append(step.seconds)
+        gc.unfreeze()
         self.drop(names)
         row = {"sessions": sessions, "steps": len(seconds), "counts": reason is None, "reason": reason}
         return {**row, **(summary(sessions, seconds) if reason is None else {})}
