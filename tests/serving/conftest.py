@@ -1,40 +1,45 @@
 import importlib.util
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 
 import openai_client
 import pytest
-import torch
+from engines import CACHE_DTYPE, ENVIRONMENT, STOCK, run_engine, write_calibration
 from served_checkpoint import MAX_TOKENS, write_served_checkpoint
 
 from kvlab.serving import launch
 
-# vLLM's FP8 cache needs a GPU or AVX-512. On other CPUs BF16 stands in, for stock and in the sliding-window layers.
-HAS_FP8 = torch.cuda.is_available() or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-STOCK = "fp8" if HAS_FP8 else "bf16"
 SCHEMES = (STOCK, "hadamard-int4")
+REPORT = pytest.StashKey[list[str]]()
 
 START_SECONDS = 300
 # Prompts of more than 256 tokens come in chunks; 32 requests at once have to queue.
 ARGUMENTS = [
     *("--served-model-name", openai_client.MODEL, "--max-model-len", str(MAX_TOKENS), "--enforce-eager"),
     *("--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--enable-prompt-tokens-details"),
+    # A cache of a few thousand tokens, whose blocks are used again and again.
+    *("--num-gpu-blocks-override", "100"),
     # Replies are forced by a grammar, thoughts and tool calls among them: a random model has none of its own.
     "--structured-outputs-config",
     '{"backend": "xgrammar", "enable_in_reasoning": true}',
 ]
-# The CPU build's: GB of cache, and no cores of its own, since two servers share them.
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory):
     return write_served_checkpoint(tmp_path_factory.mktemp("kolibri1"))
+
+
+@pytest.fixture(scope="session")
+def calibration(tmp_path_factory):
+    return write_calibration(tmp_path_factory.mktemp("calibration") / "tiny.safetensors")
+
+
+@pytest.fixture(scope="session")
+def answers(tiny_checkpoint, calibration, tmp_path_factory):
+    """What an engine of `engines.ENGINES` answers, by its name."""
+    folder = tmp_path_factory.mktemp("engines")
+    return cache(lambda name: run_engine(name, tiny_checkpoint, calibration, folder))
 
 
 @pytest.fixture(scope="session")
@@ -45,9 +50,9 @@ def start_server(tiny_checkpoint):
 
     @contextmanager
     def start(scheme, arguments=(), **options):
-        cache = [] if HAS_FP8 or scheme == STOCK else ["--kv-cache-dtype", "auto"]
+        dtype = [] if scheme == STOCK else ["--kv-cache-dtype", CACHE_DTYPE]
         run = partial(launch, tiny_checkpoint, scheme=scheme, environment=ENVIRONMENT, timeout=START_SECONDS)
-        with run(arguments=[*ARGUMENTS, *cache, *arguments], **options) as server:
+        with run(arguments=[*ARGUMENTS, *dtype, *arguments], **options) as server:
             yield server
 
     return start
@@ -62,3 +67,14 @@ def server(request, start_server, tmp_path_factory):
 @pytest.fixture(scope="session")
 def client(server):
     return openai_client.connect(server)
+
+
+@pytest.fixture
+def report(pytestconfig):
+    """Takes a line of figures for the end of the run."""
+    return pytestconfig.stash.setdefault(REPORT, []).append
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for line in config.stash.get(REPORT, []):
+        terminalreporter.write_line(line)

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from statistics import mean, median
 
 import httpx
 import pytest
@@ -135,20 +136,25 @@ def test_many_at_once_around_the_window(client):
 
 
 def test_a_prefix_is_found_again_and_changes_nothing(client):
-    prompt = text_of(700)
-    # A salt of its own keeps a prompt from what others left.
-    first, before = next_token_logprobs(client, prompt, cache_salt="first")
-    again, cached = next_token_logprobs(client, prompt, cache_salt="first")
-    other, uncached = next_token_logprobs(client, prompt, cache_salt="other")
-    assert before == uncached == 0
-    assert WINDOW < cached < len(prompt)
-    assert max(mean_difference(first, again), mean_difference(first, other)) <= SAME
+    differences, shifts = [], []
+    for number, tail in enumerate(["", "A", "be", "see", "Dee!", "eagle"]):
+        prompt = text_of(700) + tail
+        # A salt of its own keeps a prompt from what others left.
+        found, cached = next_token_logprobs(client, prompt, cache_salt="found")
+        alone, uncached = next_token_logprobs(client, prompt, cache_salt=f"alone {number}")
+        assert uncached == 0
+        assert WINDOW < cached < len(prompt) if number else cached == 0
+        differences.append(mean_difference(found, alone))
+        shifts += [found[token] - alone[token] for token in found.keys() & alone.keys() if number]
+    # A single log-probability moves by BF16 rounding, 0.01 and more; the mean over tokens and prompts does not.
+    assert median(differences[1:]) <= 10 * SAME
+    assert abs(mean(shifts)) <= SAME
 
 
 def test_what_a_cached_prefix_is_continued_with_matters(client):
     prompt = text_of(700)
-    one, _ = next_token_logprobs(client, prompt + "A", cache_salt="first")
-    two, cached = next_token_logprobs(client, prompt + "B", cache_salt="first")
+    one, _ = next_token_logprobs(client, prompt + "A", cache_salt="shared")
+    two, cached = next_token_logprobs(client, prompt + "B", cache_salt="shared")
     assert cached > WINDOW
     assert mean_difference(one, two) > 10 * SAME
 
