@@ -15,7 +15,7 @@ from kvlab.cli.app import app
 from kvlab.cli import study  # noqa: F401
 
 # isort: split
-from kvlab.cli import bench, serve  # noqa: F401
+from kvlab.cli import bench, capacity, serve  # noqa: F401
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,6 +1,7 @@
 """Figures: a table in, a matplotlib Figure out, all in one style."""
 
 from kvlab.plots.attention_error import plot_attention_error
+from kvlab.plots.capacity import plot_session_gain, plot_session_sizes
 from kvlab.plots.kernels import plot_decode_times, plot_store_times, run_of
 from kvlab.plots.loss import plot_loss
 from kvlab.plots.outliers import plot_outliers
@@ -15,6 +16,8 @@ __all__ = [
     "plot_outliers",
     "plot_rounding",
     "plot_seed_spread",
+    "plot_session_gain",
+    "plot_session_sizes",
     "plot_store_times",
     "run_of",
     "save",

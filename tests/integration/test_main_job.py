@@ -9,7 +9,16 @@ from kvlab.cli import main
 
 pytestmark = pytest.mark.integration
 
-NAMES = ("attention_error", "kernels_decode", "kernels_store", "loss", "outliers", "rounding")
+NAMES = (
+    "attention_error",
+    "capacity",
+    "capacity_gain",
+    "kernels_decode",
+    "kernels_store",
+    "loss",
+    "outliers",
+    "rounding",
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,293 @@
+"""How many sessions a cache holds, and what a session takes, for any scheme, context, model and memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from kvlab.checks import check_integer, check_number
+from kvlab.models.kolibri1_config import kolibri1_config
+from kvlab.models.kolibri1_layout import TensorSpec, embedding_specs, head_specs, layer_specs
+from kvlab.paging import plan_cache
+from kvlab.schemes import Scheme, get_schemes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+GB = 10**9
+STOCK, WRITE_UP_SCHEME = "fp8", "hadamard-int4"
+SCHEMES = (STOCK, WRITE_UP_SCHEME)
+
+MAX_NUM_BATCHED_TOKENS = 8192
+"""vLLM's default for its server on GPUs of at least 70 GiB."""
+
+GPU_MEMORY_UTILIZATION = 0.92
+"""vLLM 0.29's default."""
+
+
+def capacity_table(
+    contexts: Iterable[int],
+    cache_bytes: float,
+    schemes: Iterable[str | Scheme] = SCHEMES,
+    config: PretrainedConfig | None = None,
+    *,
+    tp: int = 1,
+    replicas: int = 1,
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+) -> pd.DataFrame:
+    """Count the sessions that fit.
+
+    Parameters
+    ----------
+    contexts
+        Tokens of a session; may be beyond what the model was made for.
+    cache_bytes
+        Memory of the cache on each GPU.
+    schemes
+        What the full-attention layers store.
+    config
+        As in `plan_cache`.
+    tp
+        GPUs that share each session.
+    replicas
+        How many such sets of GPUs serve beside each other.
+    max_num_batched_tokens
+        The server's; only ``sessions_admitted`` depends on it.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row a context and scheme: ``scheme``, ``context``; ``sessions`` while all of them decode, and
+        ``sessions_whole``, on all GPUs; ``bytes_per_session``, in whole blocks, on the ``tp`` GPUs of one set together;
+        ``sessions_admitted``, the "maximum concurrency" that vLLM logs where this context is its longest: it keeps room
+        for a prefill in every sliding-window layer.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `plan_cache`; a context is no positive integer or there is none, or the memory is no positive number.
+    """
+    contexts = [check_integer(context, "context", minimum=1) for context in contexts]
+    if not contexts:
+        raise ValueError("contexts is empty; accepted: at least one context, in tokens")
+    if check_number(cache_bytes, "cache_bytes", "a positive number of bytes") <= 0:
+        raise ValueError(f"cache_bytes is {cache_bytes}; accepted: a positive number of bytes")
+    check_integer(replicas, "replicas", minimum=1)
+    check_integer(max_num_batched_tokens, "max_num_batched_tokens", minimum=1)
+    plans = {scheme.name: plan_cache(scheme, config, tp=tp) for scheme in get_schemes(schemes)}
+    rows = []
+    for context in contexts:
+        for name, plan in plans.items():
+            pool = int(cache_bytes) // plan.block_bytes
+            # vLLM never hands out the first block, its null block.
+            sessions = max(pool - 1, 0) / plan.blocks(context)
+            rows.append(
+                {
+                    "scheme": name,
+                    "context": context,
+                    "sessions": replicas * sessions,
+                    "sessions_whole": replicas * int(sessions),
+                    "bytes_per_session": plan.blocks(context) * plan.block_bytes * tp,
+                    "sessions_admitted": replicas * pool / plan.blocks_reserved(context, max_num_batched_tokens),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def session_table(
+    contexts: Iterable[int],
+    schemes: Iterable[str | Scheme] = SCHEMES,
+    config: PretrainedConfig | None = None,
+    *,
+    tp: int = 1,
+) -> pd.DataFrame:
+    """Return what one session takes: ``scheme``, ``context`` and ``bytes_per_session`` of `capacity_table`."""
+    # Whatever the memory is: a session takes the same.
+    table = capacity_table(contexts, GB, schemes, config, tp=tp)
+    return table[["scheme", "context", "bytes_per_session"]]
+
+
+def cache_bytes_per_gpu(
+    gpu_memory_bytes: float, weight_bytes: float, *, tp: int, utilization: float = GPU_MEMORY_UTILIZATION
+) -> float:
+    """Return what weights leave of a GPU for its cache.
+
+    Parameters
+    ----------
+    gpu_memory_bytes
+        Of one GPU.
+    weight_bytes
+        Of the whole model, shared evenly by ``tp`` GPUs.
+    tp
+        GPUs that share the weights.
+    utilization
+        The part of its memory that vLLM may use.
+
+    Returns
+    -------
+    float
+        Bytes; an upper bound, since activations and CUDA graphs, a few GB, come off it too.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number is not positive, or nothing is left.
+    """
+    accepted = "a positive number"
+    for name, value in {"gpu_memory_bytes": gpu_memory_bytes, "weight_bytes": weight_bytes}.items():
+        if check_number(value, name, accepted) <= 0:
+            raise ValueError(f"{name} is {value}; accepted: {accepted}")
+    if not 0 < check_number(utilization, "utilization", "a number in (0, 1]") <= 1:
+        raise ValueError(f"utilization is {utilization}; accepted: a number in (0, 1]")
+    weights = weight_bytes / check_integer(tp, "tp", minimum=1)
+    left = utilization * gpu_memory_bytes - weights
+    if left <= 0:
+        raise ValueError(
+            f"gpu memory is {gpu_memory_bytes / GB:g} GB, of which {utilization:g} is used; accepted: more than the "
+            f"{weights / GB:.1f} GB of weights on each of {tp} GPUs"
+        )
+    return left
+
+
+def gain_table(
+    contexts: Iterable[int],
+    cache_gb: tuple[float, float],
+    scheme: str | Scheme = WRITE_UP_SCHEME,
+    stock: str | Scheme = STOCK,
+    config: PretrainedConfig | None = None,
+    *,
+    tp: int = 1,
+) -> pd.DataFrame:
+    """Compare the whole sessions of two schemes over a range of memory, at every size at which either changes.
+
+    Parameters
+    ----------
+    contexts
+        Tokens of a session.
+    cache_gb
+        Smallest and largest memory of the cache on each GPU, in 1e9 bytes.
+    scheme, stock
+        What is compared with what.
+    config, tp
+        As in `capacity_table`.
+
+    Returns
+    -------
+    pandas.DataFrame
+        One row a context and interval of memory, ``from_gb`` to ``to_gb``: ``sessions`` of ``scheme`` and
+        ``sessions_stock``, whole ones, and ``gain``, their ratio less one (NaN where stock holds none).
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `plan_cache`, or the range is none.
+    """
+    low, high = (check_number(value, "cache_gb", "two positive numbers, the smaller first") for value in cache_gb)
+    if not 0 < low < high:
+        raise ValueError(f"cache_gb is {cache_gb}; accepted: two positive numbers, the smaller first")
+    plans = [plan_cache(one, config, tp=tp) for one in (scheme, stock)]
+    rows = []
+    for context in [check_integer(context, "context", minimum=1) for context in contexts]:
+        # What a session more takes, the null block included.
+        steps = [(plan.blocks(context) * plan.block_bytes, plan.block_bytes) for plan in plans]
+        edges = {low, high}
+        for session, block in steps:
+            first, last = ((value * GB - block) / session for value in (low, high))
+            edges |= {(number * session + block) / GB for number in range(max(math.ceil(first), 1), int(last) + 1)}
+        for start, end in itertools.pairwise(sorted(edges)):
+            # In the middle of an interval no rounding decides.
+            middle = (start + end) / 2 * GB
+            ours, theirs = (max(int((middle - block) // session), 0) for session, block in steps)
+            rows.append(
+                {
+                    "context": context,
+                    "from_gb": start,
+                    "to_gb": end,
+                    "sessions": ours,
+                    "sessions_stock": theirs,
+                    "gain": ours / theirs - 1 if theirs else math.nan,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def memory_that_gives(gains: pd.DataFrame, published: pd.DataFrame) -> list[tuple[float, float]]:
+    """Return the intervals of memory in which whole sessions gain what was published, at all contexts at once.
+
+    Parameters
+    ----------
+    gains
+        From `gain_table`.
+    published
+        ``context`` and ``gain``, rounded to whole percent.
+
+    Returns
+    -------
+    list of tuple
+        Smallest and largest memory of each interval, in 1e9 bytes a GPU, ascending; empty if there is none.
+    """
+    common = [(gains["from_gb"].min(), gains["to_gb"].max())]
+    for context, gain in published[["context", "gain"]].itertuples(index=False):
+        rows = gains[(gains["context"] == context) & ((100 * gains["gain"]).round() == round(100 * gain))]
+        intervals = list(rows[["from_gb", "to_gb"]].itertuples(index=False, name=None))
+        both = [(max(a, c), min(b, d)) for a, b in common for c, d in intervals]
+        common = [(start, end) for start, end in both if start < end]
+    return common
+
+
+def count_replicas(gpus: int, tp: int) -> int:
+    """Return how many sets of ``tp`` GPUs there are among ``gpus``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        They do not come out even.
+    """
+    gpus, tp = check_integer(gpus, "gpus", minimum=1), check_integer(tp, "tp", minimum=1)
+    if gpus % tp:
+        raise ValueError(f"gpus is {gpus}; accepted: a multiple of tp = {tp}")
+    return gpus // tp
+
+
+def beyond_model(contexts: Iterable[int], config: PretrainedConfig | None = None) -> str | None:
+    """Return one line that names the contexts longer than the model was made for, or None.
+
+    They are counted all the same: what a cache would hold is asked for before a model can do it.
+    """
+    config = kolibri1_config() if config is None else config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    found = [f"{context:,}" for context in contexts if longest is not None and context > longest]
+    return f"context {', '.join(found)} is longer than the model's {longest:,} tokens" if found else None
+
+
+def as_text(table: pd.DataFrame) -> str:
+    """Return `capacity_table`'s rows for people: sessions with one decimal, sizes in 1e9 bytes."""
+    shown = table.rename(columns={"bytes_per_session": "GB_per_session"})
+    formats = {
+        "context": "{:,}".format,
+        "sessions": "{:.1f}".format,
+        "sessions_admitted": "{:.1f}".format,
+        "GB_per_session": lambda size: f"{size / GB:.3f}",
+    }
+    return shown.to_string(index=False, formatters=formats)
+
+
+@cache
+def kolibri1_weight_bytes() -> int:
+    """Bytes of Kolibri-1's released FP8 weights, the block scales included."""
+    config = kolibri1_config()
+    outside = [*embedding_specs(config), *head_specs(config)]
+    # Layers differ in their attention, not in their tensors.
+    return sum(map(_bytes_on_disk, outside)) + config.num_hidden_layers * sum(
+        map(_bytes_on_disk, layer_specs(config, 0))
+    )
+
+
+def _bytes_on_disk(spec: TensorSpec) -> int:
+    size = math.prod(spec.shape) * spec.dtypes[0].itemsize
+    return size + _bytes_on_disk(spec.scale) if spec.quantized else size

@@ -1,0 +1,314 @@
+import json
+import math
+
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    DeepseekV3Config,
+    Gemma3Config,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    MiniMaxConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
+
+from kvlab import capacity, get_scheme, list_schemes
+from kvlab.cli import main
+from kvlab.paging import FULL, LINEAR, SLIDING, Pages, linear_state_bytes, plan_cache
+from kvlab.tables import published
+
+pytestmark = pytest.mark.unit
+
+GB = capacity.GB
+CONTEXTS = [65_536, 262_144]
+PAGED = [name for name in list_schemes() if not name.startswith("kivi")]
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(["capacity", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return stop.value.code, captured.out, captured.err
+
+
+def sessions(table, column="sessions"):
+    return table.set_index(["scheme", "context"])[column]
+
+
+def test_stock_kolibri1_by_hand():
+    """5 groups of 10 layers; pages of 16 tokens, 2 heads, 256 bytes; 513 + 1 tokens touch at most 34 blocks."""
+    plan = plan_cache("fp8", tp=2)
+    page = Pages(FULL, 16 * 2 * 256, 16)
+    assert plan.groups.count(page) == 1
+    assert plan.groups.count(Pages(SLIDING, page.page_bytes, 16, 513)) == 4
+    assert plan.block_bytes == 10 * page.page_bytes
+    assert plan.blocks(65_536) == 4096 + 4 * 34
+
+
+def test_4_bit_kolibri1_by_hand():
+    """Twice the tokens in a page that is 6% larger, to which the windows' pages are padded."""
+    plan = plan_cache("hadamard-int4", tp=2)
+    page = Pages(FULL, 32 * 2 * 136, 32)
+    assert plan.groups.count(page) == 1
+    assert plan.groups.count(Pages(SLIDING, page.page_bytes, 16, 513)) == 4
+    assert plan.blocks(65_536) == 2048 + 4 * 34
+
+
+def test_30_gb_hold_the_sessions_that_the_allocator_was_seen_to_give():
+    held = sessions(capacity.capacity_table(CONTEXTS, 30 * GB, tp=2))
+    ratios = [held["hadamard-int4", context] / held["fp8", context] for context in CONTEXTS]
+    assert ratios[0] >= 1.82
+    assert ratios[1] >= 1.86
+    assert held.round(1).tolist() == [86.5, 157.8, 22.2, 41.4]
+
+
+def test_a_session_is_bytes_on_all_its_gpus():
+    one, two, eight = (
+        sessions(capacity.session_table(CONTEXTS, tp=tp), "bytes_per_session").to_numpy() for tp in (1, 2, 8)
+    )
+    assert (one == two).all()
+    # 4 KV heads on 8 GPUs: each twice.
+    assert (eight == 2 * one).all()
+
+
+@pytest.mark.parametrize("scheme", PAGED)
+def test_every_scheme_that_stores_tokens_can_be_paged(scheme):
+    table = capacity.session_table([262_144], [scheme])
+    kolibri1 = {"layers": 10, "heads": 4, "head_dim": 128}
+    stored = get_scheme(scheme).bits_per_number(128) / 8 * 2 * 262_144 * math.prod(kolibri1.values())
+    # Windows and padding come on top, and neither is large at such a context.
+    assert stored < table["bytes_per_session"].item() < 1.25 * stored
+
+
+@given(
+    context=st.integers(1, 2**21),
+    block_size=st.sampled_from([1, 16, 32, 48, 128]),
+    window=st.integers(1, 5000),
+)
+def test_a_window_never_holds_more_than_full_attention_nor_less_than_its_tokens(context, block_size, window):
+    full, sliding = Pages(FULL, 1, block_size), Pages(SLIDING, 1, block_size, window)
+    assert sliding.blocks(context) <= full.blocks(context)
+    assert sliding.blocks(context) * block_size >= min(window, context)
+    assert sliding.blocks(context) <= sliding.blocks(context + 1)
+    # A prefill holds no less.
+    assert sliding.blocks(context) <= sliding.blocks_reserved(context, 8192)
+
+
+@settings(deadline=None)
+@given(memory=st.integers(1, 10**12), more=st.integers(0, 10**10), scheme=st.sampled_from(PAGED))
+def test_more_memory_never_holds_less(memory, more, scheme):
+    first, second = (capacity.capacity_table([4096], size, [scheme]).iloc[0] for size in (memory, memory + more))
+    assert first["sessions"] <= second["sessions"]
+    assert first["sessions_whole"] == math.floor(first["sessions"])
+    assert first["sessions_admitted"] <= second["sessions_admitted"]
+
+
+def test_replicas_hold_whole_sessions_each():
+    one, three = (capacity.capacity_table([262_144], 30 * GB, ["int4"], tp=2, replicas=n).iloc[0] for n in (1, 3))
+    assert three["sessions"] == 3 * one["sessions"]
+    assert three["sessions_whole"] == 3 * one["sessions_whole"] < math.floor(three["sessions"])
+
+
+def test_nearly_as_many_layers_of_two_kinds_share_groups_of_the_larger_number():
+    kinds = [FULL] * 12 + [SLIDING] * 13
+    config = Qwen3Config(num_hidden_layers=25, layer_types=kinds, use_sliding_window=True, sliding_window=128)
+    plan = plan_cache("fp8", config)
+    assert [pages.kind for pages in plan.groups] == [FULL, SLIDING]
+    assert plan.block_bytes == 13 * plan.groups[0].page_bytes
+
+
+def test_a_vision_models_text_layers_are_counted():
+    plan = plan_cache("fp8", Gemma3Config())
+    assert {pages.kind for pages in plan.groups} == {FULL, SLIDING}
+
+
+def test_linear_attention_keeps_two_states_whatever_the_context():
+    config = Qwen3NextConfig()
+    # Convolution: 3 inputs of 8,192 channels; matrices: 32 of 128×128; all BF16.
+    assert linear_state_bytes(config, 1) == 2 * (3 * 8192 + 32 * 128 * 128)
+    plan = plan_cache("bf16", config)
+    state = next(pages for pages in plan.groups if pages.kind == LINEAR)
+    assert state.blocks(1) == state.blocks(10**6) == 2
+    assert state.page_bytes >= linear_state_bytes(config, 1)
+    config.mamba_ssm_dtype = "float32"
+    assert linear_state_bytes(config, 1) == 2 * 3 * 8192 + 4 * 32 * 128 * 128
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LlamaConfig(), "LlamaConfig without layer_types; accepted"),
+        (DeepseekV3Config(), "DeepseekV3Config without layer_types"),
+        (Gemma3nTextConfig(), "num_kv_shared_layers 15; accepted"),
+        (Gemma4TextConfig(), "config has head_dim by layer; accepted"),
+        (MiniMaxConfig(), "no linear_num_key_heads, .*; accepted: gated delta nets"),
+        (Qwen3Config(layer_types=[SLIDING], num_hidden_layers=1), r"config\.sliding_window is None; accepted"),
+        (Qwen3Config(layer_types=["chunked_attention"], num_hidden_layers=1), "'chunked_attention'; accepted"),
+    ],
+    ids=lambda x: type(x).__name__ if not isinstance(x, str) else "",
+)
+def test_a_config_that_does_not_say_what_its_layers_keep_is_refused(config, message):
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        plan_cache("fp8", config)
+    assert "\n" not in str(caught.value)
+
+
+def test_something_else_than_a_config_is_refused():
+    with pytest.raises(TypeError, match="config is a dict; accepted: a transformers config"):
+        plan_cache("fp8", {})
+
+
+def test_tp_that_does_not_divide_linear_heads_is_refused():
+    config = Qwen3NextConfig(linear_num_key_heads=3, linear_num_value_heads=6)
+    with pytest.raises(ValueError, match="tp is 2; accepted: a divisor of 3 key heads"):
+        plan_cache("fp8", config, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"contexts": []}, "contexts is empty"),
+        ({"contexts": [0]}, "context is 0; accepted: an integer of at least 1"),
+        ({"contexts": [1.5]}, r"context is 1\.5"),
+        ({"cache_bytes": 0}, "cache_bytes is 0; accepted: a positive number"),
+        ({"cache_bytes": math.inf}, "cache_bytes is inf"),
+        ({"schemes": ["int5"]}, "scheme is 'int5'"),
+        ({"schemes": ["kivi-int4"]}, "'kivi-int4', whose scales belong to several tokens; accepted"),
+        ({"schemes": ["fp8", "fp8"]}, "schemes has 2 named 'fp8'"),
+        ({"tp": 3}, "tp is 3; accepted: a divisor of 48 query heads that divides 4 KV heads or is a multiple"),
+        ({"tp": 5}, "tp is 5"),
+        ({"tp": 0}, "tp is 0"),
+        ({"replicas": 0}, "replicas is 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_is_named(changes, message):
+    arguments = {"contexts": [4096], "cache_bytes": GB} | changes
+    with pytest.raises((TypeError, ValueError), match=message):
+        capacity.capacity_table(**arguments)
+
+
+def test_weights_are_those_of_the_release():
+    # 79 GB on disk; 73.55 GiB were measured in vLLM.
+    assert capacity.kolibri1_weight_bytes() / 2**30 == pytest.approx(73.55, rel=0.003)
+
+
+def test_memory_for_the_cache_is_what_weights_leave():
+    left = capacity.cache_bytes_per_gpu(80 * GB, 78 * GB, tp=2, utilization=0.9)
+    assert left == pytest.approx(72 * GB - 39 * GB)
+    with pytest.raises(ValueError, match=r"gpu memory is 24 GB.*more than the 39\.0 GB of weights on each of 2 GPUs"):
+        capacity.cache_bytes_per_gpu(24 * GB, 78 * GB, tp=2)
+    with pytest.raises(ValueError, match=r"utilization is 1\.1; accepted"):
+        capacity.cache_bytes_per_gpu(80 * GB, 78 * GB, tp=2, utilization=1.1)
+    with pytest.raises(ValueError, match="weight_bytes is 0; accepted: a positive number"):
+        capacity.cache_bytes_per_gpu(80 * GB, 0, tp=2)
+
+
+def test_gains_are_those_of_the_capacity_in_every_interval():
+    gains = capacity.gain_table(CONTEXTS, (26, 28), tp=2)
+    for context, rows in gains.groupby("context"):
+        assert (rows["from_gb"].iloc[0], rows["to_gb"].iloc[-1]) == (26, 28)
+        assert rows["to_gb"].tolist()[:-1] == rows["from_gb"].tolist()[1:]
+        for row in rows.to_dict("records"):
+            # Just inside both ends, so that a missed jump shows.
+            width = row["to_gb"] - row["from_gb"]
+            for memory in (row["from_gb"] + 1e-3 * width, row["to_gb"] - 1e-3 * width):
+                held = sessions(capacity.capacity_table([context], memory * GB, tp=2), "sessions_whole")
+                assert held.tolist() == [row["sessions_stock"], row["sessions"]]
+                assert row["gain"] == row["sessions"] / row["sessions_stock"] - 1
+
+
+def test_the_published_gains_arise_together_in_one_narrow_interval():
+    gains = capacity.gain_table(CONTEXTS, (20, 45), tp=2)
+    ((start, end),) = capacity.memory_that_gives(gains, published("capacity"))
+    held = sessions(capacity.capacity_table(CONTEXTS, (start + end) / 2 * GB, tp=2), "sessions_whole")
+    assert held.tolist() == [78, 142, 19, 37]
+    assert end - start < 0.03
+
+
+def test_gains_that_never_arise_give_no_interval():
+    gains = capacity.gain_table([65_536], (20, 22), tp=2)
+    assert capacity.memory_that_gives(gains, pd.DataFrame({"context": [65_536], "gain": [3.0]})) == []
+
+
+@pytest.mark.parametrize("memory", [(0, 1), (2, 1), (1, 1), (1, math.inf)])
+def test_a_range_that_is_none_is_refused(memory):
+    with pytest.raises(ValueError, match=r"cache_gb is .*; accepted: two positive numbers"):
+        capacity.gain_table([4096], memory)
+
+
+def test_without_a_stock_session_there_is_no_gain():
+    gains = capacity.gain_table([262_144], (0.5, 4), tp=1)
+    assert gains["gain"].isna().iloc[0]
+    assert gains["gain"].notna().iloc[-1]
+
+
+def test_command_line_rows(capsys):
+    code, out, err = run(capsys, "--context", 65_536, 262_144, "--cache-gb", 30, "--tp", 2, "--json")
+    rows = json.loads(out)
+    assert (code, err) == (0, "")
+    assert {(row["scheme"], row["context"]) for row in rows} == {
+        (scheme, context) for scheme in ("fp8", "hadamard-int4") for context in CONTEXTS
+    }
+    table = capacity.capacity_table(CONTEXTS, 30 * GB, tp=2)
+    assert rows == table.to_dict("records")
+    repeated = run(capsys, "--context", 65_536, "--context", 262_144, "--cache-gb", 30, "--tp", 2, "--json")
+    assert repeated[1] == out
+
+
+def test_command_line_takes_weights_off_gpus(capsys):
+    code, out, _ = run(capsys, "--context", 65_536, "--gpus", 4, "--gpu-memory-gb", 80, "--tp", 2, "--json")
+    memory = capacity.cache_bytes_per_gpu(80 * GB, capacity.kolibri1_weight_bytes(), tp=2)
+    assert code == 0
+    assert json.loads(out) == capacity.capacity_table([65_536], memory, tp=2, replicas=2).to_dict("records")
+
+
+def test_command_line_for_people_and_of_another_model(capsys, tmp_path):
+    Qwen3NextConfig().save_pretrained(tmp_path)
+    code, out, err = run(capsys, "--context", 4096, "--cache-gb", 10, "--model", tmp_path, "--scheme", "bf16")
+    assert (code, err) == (0, "")
+    assert "10.0 GB of cache on each of 1 GPU(s), TP 1" in out
+    assert "bf16   4,096" in out
+
+
+def test_a_context_beyond_the_model_is_counted_and_noted(capsys):
+    code, out, err = run(capsys, "--context", 1_048_576, "--cache-gb", 30, "--json")
+    assert (code, len(json.loads(out))) == (0, 2)
+    assert err == "kvlab: note: context 1,048,576 is longer than the model's 262,144 tokens\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cache-gb", 1], "--context"),
+        (["--context", 4096], "memory is not given; accepted: --cache-gb, or --gpus with --gpu-memory-gb"),
+        (["--context", 4096, "--gpus", 2], "memory is not given"),
+        (["--context", 4096, "--cache-gb", 1, "--gpus", 2], "gpus is 2 beside cache-gb"),
+        (["--context", 4096, "--cache-gb", -1], "cache_bytes is"),
+        (["--context", -1, "--cache-gb", 1], "context is -1"),
+        (["--context", "64k", "--cache-gb", 1], "Invalid value for '--context'"),
+        (
+            ["--context", 4096, "--gpus", 3, "--gpu-memory-gb", 80, "--tp", 2],
+            "gpus is 3; accepted: a multiple of tp = 2",
+        ),
+        (["--context", 4096, "--gpus", 2, "--gpu-memory-gb", 24], "more than the 39.4 GB of weights"),
+        (["--context", 4096, "--gpus", 0, "--gpu-memory-gb", 80], "gpus is 0"),
+        (["--context", 4096, "--gpus", 1, "--gpu-memory-gb", 80, "--model", "x"], "weights-gb is missing"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_and_exit_2(capsys, arguments, message):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_a_folder_without_a_config_is_named(capsys, tmp_path):
+    code, _, err = run(capsys, "--context", 4096, "--cache-gb", 1, "--model", tmp_path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "accepted: a folder with a transformers config.json" in err
