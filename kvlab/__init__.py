@@ -26,6 +26,7 @@ _NAMES = {
     "kvlab.models.default": ("default_model", "default_text", "tokenize"),
     "kvlab.recording": ("Capture", "LayerCapture", "capture"),
     "kvlab.schemes": ("Scheme", "StoredAs", "get_scheme", "list_schemes", "register_scheme"),
+    "kvlab.stats": ("paired_bootstrap",),
     "kvlab.transforms": ("FoldedQKNorm", "RandomizedHadamard", "randomized_hadamard"),
 }
 _MODULES = (
@@ -39,6 +40,7 @@ _MODULES = (
     "quantizers",
     "recording",
     "schemes",
+    "stats",
     "tables",
     "transforms",
 )
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from kvlab.models.default import default_model, default_text, tokenize
     from kvlab.recording import Capture, LayerCapture, capture
     from kvlab.schemes import Scheme, StoredAs, get_scheme, list_schemes, register_scheme
+    from kvlab.stats import paired_bootstrap
     from kvlab.transforms import FoldedQKNorm, RandomizedHadamard, randomized_hadamard
 
 

@@ -16,13 +16,13 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from kvlab import capacity, measure, plots, provenance
+from kvlab import measure, plots, provenance
 from kvlab.capture_files import StoredCapture, describe, open_capture
 from kvlab.models.default import MODEL_NAME, default_model, default_text, text_hash, tokenize
-from kvlab.models.kolibri1_config import kolibri1_config
 from kvlab.recording import Capture, capture
+from kvlab.standing_figures import draw_standing, standing_tables
 from kvlab.summary import summarise
-from kvlab.tables import WRITE_UP, measured, published
+from kvlab.tables import WRITE_UP, published
 
 SCHEMES = (
     "fp8",
@@ -46,9 +46,6 @@ QUICK_SCHEMES = (
     "int4-per-token-head",
 )
 QUICK_LOSS_SCHEMES = ("fp8", "int4", "hadamard-int4")
-
-CACHE_GB = (20, 40)
-"""Of each of the write-up's 80 GB GPUs: what some 40 GB of weights and the rest of the server can leave."""
 
 Tables = dict[str, pd.DataFrame]
 
@@ -165,7 +162,7 @@ def make_figures(out: Path, chosen: Settings = FULL, *, progress: bool = True) -
         del captured
         loss_ids = ids[:, : chosen.loss_tokens]
         made["loss"] = measure.loss_table(model, loss_ids, chosen.loss_schemes, progress=progress)
-        return made | kernel_tables() | capacity_tables(), source(chosen.tokens)
+        return made | standing_tables(), source(chosen.tokens)
 
     return _write(out, tables, progress=progress)
 
@@ -199,24 +196,6 @@ def make_capture_figures(
         ``out`` cannot be written, or the captures are of different models.
     """
     return _write(out, lambda: (_analyse(captures, chosen.schemes, progress=progress), where), progress=progress)
-
-
-def kernel_tables() -> Tables:
-    """Return what this project measured of its kernels on a GPU: ``kernels_decode`` and ``kernels_store``.
-
-    It is only drawn here; ``kvlab bench kernels`` measures.
-    """
-    table = measured("kernels_h200")
-    return {f"kernels_{kernel}": table[table["kernel"].isin(["copy", kernel])] for kernel in ("decode", "store")}
-
-
-def capacity_tables() -> Tables:
-    """Return what Kolibri-1's cache takes on the write-up's two GPUs: ``capacity`` and ``capacity_gain``; computed."""
-    contexts = [2**power for power in range(12, 21)]
-    return {
-        "capacity": capacity.session_table(contexts, tp=2),
-        "capacity_gain": capacity.gain_table(published("capacity")["context"], CACHE_GB, tp=2),
-    }
 
 
 def _analyse(captures: Mapping[str, Capture], schemes: Iterable[str], *, progress: bool) -> Tables:
@@ -295,32 +274,6 @@ def _draw(tables: Tables, where: str) -> dict[str, Figure]:
         figures["loss"] = plots.plot_loss(
             tables["loss"], title=title, source=f"The first {tokens:,} tokens only. {where}"
         )
-    if "kernels_decode" in tables:
-        decode, store = tables["kernels_decode"], tables["kernels_store"]
-        title = "Decode attention: time against context and batch"
-        figures["kernels_decode"] = plots.plot_decode_times(decode, title=title, source=plots.run_of(decode))
-        title = "From the projection to the cache: time against new tokens"
-        figures["kernels_store"] = plots.plot_store_times(store, title=title, source=plots.run_of(store))
     if "capacity" in tables:
-        figures |= _draw_capacity(tables["capacity"], tables["capacity_gain"])
+        figures |= draw_standing(tables)
     return figures
-
-
-def _draw_capacity(sizes: pd.DataFrame, gains: pd.DataFrame) -> dict[str, Figure]:
-    theirs = published("capacity")
-    rules = f"Computed: Kolibri-1, TP2, blocks as vLLM 0.29 allocates them while sessions decode; {provenance.today()}."
-    return {
-        "capacity": plots.plot_session_sizes(
-            sizes,
-            longest=kolibri1_config().max_position_embeddings,
-            title="KV cache per session, Kolibri-1",
-            source=f"{rules} The sliding-window layers are FP8 in both.",
-        ),
-        "capacity_gain": plots.plot_session_gain(
-            gains,
-            theirs,
-            capacity.memory_that_gives(gains, theirs),
-            title="More whole sessions than stock: the gain jumps with the memory of the cache",
-            source=f"{rules} Diamonds: {WRITE_UP}, at a cache size that it does not name.",
-        ),
-    }

@@ -2,19 +2,23 @@
 
 from kvlab.plots.attention_error import plot_attention_error
 from kvlab.plots.capacity import plot_session_gain, plot_session_sizes
+from kvlab.plots.gpqa import plot_gpqa
 from kvlab.plots.kernels import plot_decode_times, plot_store_times, run_of
 from kvlab.plots.loss import plot_loss
 from kvlab.plots.outliers import plot_outliers
 from kvlab.plots.rounding import plot_rounding
+from kvlab.plots.ruler import plot_ruler
 from kvlab.plots.seeds import plot_seed_spread
 from kvlab.plots.style import save, scheme_color, style
 
 __all__ = [
     "plot_attention_error",
     "plot_decode_times",
+    "plot_gpqa",
     "plot_loss",
     "plot_outliers",
     "plot_rounding",
+    "plot_ruler",
     "plot_seed_spread",
     "plot_session_gain",
     "plot_session_sizes",

@@ -13,11 +13,13 @@ NAMES = (
     "attention_error",
     "capacity",
     "capacity_gain",
+    "gpqa",
     "kernels_decode",
     "kernels_store",
     "loss",
     "outliers",
     "rounding",
+    "ruler",
 )
 
 
@@ -26,7 +28,7 @@ def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("main") / "new" / "figures"
     command = [sys.executable, "-c", "from kvlab.cli import main; main()", "figures", "--quick", "--out", str(out)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert run.stdout == f"19 files in {out}; start with {out / 'summary.md'}\n"
+    assert run.stdout == f"25 files in {out}; start with {out / 'summary.md'}\n"
     assert "%|" in run.stderr
     return out
 

@@ -9,7 +9,16 @@ pytestmark = pytest.mark.notebook
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FIGURES = {"01-rounding", "02-outliers", "03-attention-error", "04-loss", "07-kernels", "08-capacity"}
+FIGURES = {
+    "01-rounding",
+    "02-outliers",
+    "03-attention-error",
+    "04-loss",
+    "07-kernels",
+    "08-capacity",
+    "10-ruler",
+    "11-gpqa",
+}
 
 
 def code_cells(notebook):

@@ -11,9 +11,9 @@ PUBLIC = {
     "__version__", "apply", "attention_error_table", "attention_output_error", "calibrate", "Capture",
     "capture", "checks", "codec", "default_model", "default_text", "figures", "FoldedQKNorm", "get_scheme",
     "LayerCapture", "list_schemes", "loss_table", "measure", "models", "open_capture", "outlier_ratio",
-    "outlier_table", "plots", "quantizers", "randomized_hadamard", "RandomizedHadamard", "recording",
-    "register_scheme", "relative_error", "rounding_table", "Scheme", "schemes", "StoredAs", "tables",
-    "tokenize", "transforms",
+    "outlier_table", "paired_bootstrap", "plots", "quantizers", "randomized_hadamard", "RandomizedHadamard",
+    "recording", "register_scheme", "relative_error", "rounding_table", "Scheme", "schemes", "stats", "StoredAs",
+    "tables", "tokenize", "transforms",
 }  # fmt: skip
 
 

@@ -2,8 +2,9 @@ import matplotlib as mpl
 import pandas as pd
 import pytest
 
-from kvlab import figures, plots
+from kvlab import plots
 from kvlab.plots import scheme_color
+from kvlab.standing_figures import draw_standing, standing_tables
 
 pytestmark = pytest.mark.unit
 
@@ -91,7 +92,7 @@ def test_without_published_numbers_none_are_drawn():
 
 
 def test_kvlab_figures_draws_both():
-    tables = figures.capacity_tables()
+    tables = standing_tables()
     assert tables["capacity"]["context"].min() == 4096
     assert tables["capacity"]["context"].max() == 2**20
-    assert set(figures._draw_capacity(tables["capacity"], tables["capacity_gain"])) == {"capacity", "capacity_gain"}
+    assert set(draw_standing(tables)) == set(tables)

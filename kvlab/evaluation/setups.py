@@ -1,0 +1,172 @@
+"""What is evaluated: a server, or a model in this process with its cache stored under a scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from kvlab.evaluation.harness import harness
+from kvlab.models.default import MODEL_NAME
+
+SECONDS = 30
+"""How long a server may take to name its models."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """An OpenAI-compatible server.
+
+    Attributes
+    ----------
+    base_url
+        As OpenAI's client takes it, ending in ``/v1``.
+    model
+        What the server calls the model; None takes the only one it serves.
+    concurrent
+        Requests at a time; None leaves it to the harness (1).
+    timeout
+        Seconds a request may take; None leaves it to the harness (300).
+    """
+
+    base_url: str
+    model: str | None = None
+    concurrent: int | None = None
+    timeout: int | None = None
+
+    def served(self) -> dict[str, Any]:
+        """Return the server's own entry of the model: ``id`` and, from vLLM, ``max_model_len``.
+
+        Raises
+        ------
+        ValueError
+            The server does not answer, or serves no such model, or several and none was named.
+        """
+        url = f"{self.base_url.rstrip('/')}/models"
+        try:
+            answer = httpx.get(url, timeout=SECONDS).raise_for_status().json()
+            models = {entry["id"]: entry for entry in answer["data"]}
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"base_url is {self.base_url!r}, where no server names its models ({error}); "
+                "accepted: an OpenAI-compatible server, as http://127.0.0.1:8000/v1"
+            ) from None
+        name = next(iter(models), None) if self.model is None and len(models) == 1 else self.model
+        if name not in models:
+            raise ValueError(f"model is {self.model!r}; accepted at {self.base_url}: {', '.join(models) or 'none'}")
+        return models[name]
+
+    def described(self) -> dict[str, object]:
+        """Return what identifies the set-up: the model's name there."""
+        return {"model": self.served()["id"], "scheme": None}
+
+    def tokenizer(self) -> str:
+        """Name of the model's tokenizer: the model's own name."""
+        return self.served()["id"]
+
+    def longest(self) -> int | None:
+        """Return the server's longest context in tokens, where it says so."""
+        return self.served().get("max_model_len")
+
+    @contextmanager
+    def open(self, *, seed: int, chat: bool) -> Iterator[Any]:
+        """Yield the harness's client, which sends prompts as text."""
+        harness()
+        from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+        kind, path = (LocalChatCompletion, "chat/completions") if chat else (LocalCompletionsAPI, "completions")
+        given = {"num_concurrent": self.concurrent, "timeout": self.timeout}
+        try:
+            yield kind(
+                base_url=f"{self.base_url.rstrip('/')}/{path}",
+                model=self.served()["id"],
+                tokenizer_backend="none",
+                tokenized_requests=False,
+                seed=seed,
+                **{name: value for name, value in given.items() if value is not None},
+            )
+        except _server_errors() as error:
+            reason = f"{type(error).__name__}: {error}"
+            message = (
+                f"the server at {self.base_url} failed ({reason}); what was finished is kept: run it again to go on"
+            )
+            raise ConnectionError(message) from None
+
+
+def _server_errors() -> tuple[type[Exception], ...]:
+    """Return what the harness's client raises once its retries are used up."""
+    import aiohttp
+    import requests
+
+    return requests.RequestException, aiohttp.ClientError, TimeoutError
+
+
+@dataclass(frozen=True)
+class InProcess:
+    """A transformers model in this process.
+
+    Attributes
+    ----------
+    model
+        A folder, a hub name, or the embedded default's name.
+    scheme
+        The scheme of `kvlab.apply` for the full-attention layers; None leaves the model's own cache.
+    device
+        "cuda" or "cpu"; None takes CUDA where there is one.
+    """
+
+    model: str
+    scheme: str | None = None
+    device: str | None = None
+
+    def described(self) -> dict[str, object]:
+        """Return what identifies the set-up: model and scheme."""
+        return {"model": self.model, "scheme": self.scheme}
+
+    def tokenizer(self) -> str:
+        """Name or folder of the model's tokenizer."""
+        if self.model == MODEL_NAME:
+            from kvlab.models.default import default_model
+
+            return default_model()[1].name_or_path
+        return self.model
+
+    def longest(self) -> int | None:
+        """Return the model's longest context in tokens."""
+        from transformers import AutoConfig
+
+        try:
+            config = AutoConfig.from_pretrained(self.tokenizer())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model is {self.model!r}, which cannot be read ({error}); accepted: a model") from None
+        return config.get_text_config().max_position_embeddings
+
+    @contextmanager
+    def open(self, *, seed: int, chat: bool) -> Iterator[Any]:
+        """Yield the harness's model, its cache stored under the scheme."""
+        harness()
+        from lm_eval.models.huggingface import HFLM
+
+        from kvlab.applying import apply
+        from kvlab.capture_job import choose_device
+
+        model, tokenizer = self._load()
+        device = choose_device(self.device)
+        with apply(model.to(device), self.scheme) if self.scheme else nullcontext():
+            yield HFLM(pretrained=model, tokenizer=tokenizer, device=str(device))
+
+    def _load(self) -> tuple[Any, Any]:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        if self.model == MODEL_NAME:
+            from kvlab.models.default import default_model
+
+            return default_model()
+        model = AutoModelForCausalLM.from_pretrained(self.model, dtype="auto").eval()
+        return model, AutoTokenizer.from_pretrained(self.model)
+
+
+Setup = Server | InProcess
