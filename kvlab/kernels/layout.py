@@ -87,16 +87,13 @@ def write_cells(cache: torch.Tensor, slot_mapping: torch.Tensor, keys: torch.Ten
     kept = slot_mapping >= 0
     slots = slot_mapping[kept].long()
     keys, values = keys[: len(kept)][kept], values[: len(kept)][kept]
-    block, place = slots // cache.shape[2], slots % cache.shape[2]
-    regions = region_view(cache)
-    # Whole regions are read, changed and written back, one token of a region at a time: this is a reference.
-    for token in range(REGION_TOKENS):
-        here = place % REGION_TOKENS == token
-        at = (block[here], slice(None), place[here] // REGION_TOKENS)
-        old_keys, old_values = unpack_regions(regions[at])
-        old_keys[..., token, :] = keys[here]
-        old_values[..., token, :] = values[here]
-        regions[at] = pack_regions(old_keys, old_values)
+    token, per_block = slots % REGION_TOKENS, cache.shape[2] // REGION_TOKENS
+    touched, which = (slots // REGION_TOKENS).unique(return_inverse=True)
+    regions, at = region_view(cache), (touched // per_block, slice(None), touched % per_block)
+    # Whole regions are read, changed and written back: this is a reference.
+    old_keys, old_values = unpack_regions(regions[at])
+    old_keys[which, :, token], old_values[which, :, token] = keys, values
+    regions[at] = pack_regions(old_keys, old_values)
 
 
 def read_cells(cache: torch.Tensor, blocks: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
