@@ -111,6 +111,17 @@ def serve_command(
     if not model or model.startswith("-"):
         raise ValueError(f"model is {model!r}; accepted: a folder or a hub name, before vLLM's own arguments")
     _check_port(port)
+    cache = cache_arguments(scheme, calibration=calibration, rotation_seed=rotation_seed)
+    if ADDITIONAL_CONFIG in cache:
+        # vLLM keeps the last one only, and would then serve stock.
+        _refuse(arguments, ADDITIONAL_CONFIG, "without it; scheme, calibration and rotation_seed say what is in it")
+    return ["vllm", "serve", model, "--host", host, "--port", str(port), *cache, *PARSERS, *arguments]
+
+
+def cache_arguments(
+    scheme: str | None = None, *, calibration: str | Path | None = None, rotation_seed: int | None = None
+) -> list[str]:
+    """Return vLLM's arguments for what the cache stores; parameters and errors as for `serve_command`."""
     if scheme is None:
         scheme = "hadamard-int4" if calibration is None else "calibrated"
     check_choice(scheme, "scheme", [*STOCK, *SCHEMES])
@@ -118,16 +129,12 @@ def serve_command(
         for name, value in (("calibration", calibration), ("rotation_seed", rotation_seed)):
             if value is not None:
                 raise ValueError(f"{name} is {str(value)!r} with scheme {scheme!r}; accepted: with a 4-bit scheme")
-        cache = ["--kv-cache-dtype", STOCK[scheme]]
-    else:
-        # vLLM keeps the last one only, and would then serve stock.
-        _refuse(arguments, ADDITIONAL_CONFIG, "without it; scheme, calibration and rotation_seed say what is in it")
-        path = None if calibration is None else str(Path(calibration).absolute())
-        options = Options(kv_cache=scheme, rotation_seed=rotation_seed, calibration=path)
-        section = {name: value for name, value in vars(options).items() if value is not None}
-        # default: NumPy's integers are accepted, and no JSON.
-        cache = ["--kv-cache-dtype", "fp8", ADDITIONAL_CONFIG, json.dumps({SECTION: section}, default=int)]
-    return ["vllm", "serve", model, "--host", host, "--port", str(port), *cache, *PARSERS, *arguments]
+        return ["--kv-cache-dtype", STOCK[scheme]]
+    path = None if calibration is None else str(Path(calibration).absolute())
+    options = Options(kv_cache=scheme, rotation_seed=rotation_seed, calibration=path)
+    section = {name: value for name, value in vars(options).items() if value is not None}
+    # default: NumPy's integers are accepted, and no JSON.
+    return ["--kv-cache-dtype", "fp8", ADDITIONAL_CONFIG, json.dumps({SECTION: section}, default=int)]
 
 
 def runnable(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
@@ -242,7 +249,7 @@ def launch(
         _wait_until_healthy(server, timeout)
         yield server
     finally:
-        _stop(process)
+        stop(process)
 
 
 def _check_arguments(arguments: Sequence[str]) -> list[str]:
@@ -309,7 +316,7 @@ def _log_says(server: Server) -> str:
     return f"{first}; the end of its log ({server.log_path}):\n{''.join(end)}"
 
 
-def _stop(process: subprocess.Popen) -> None:
+def stop(process: subprocess.Popen) -> None:
     """Ask the whole group to end, give it time, end what is left."""
     try:
         if _signal_group(process, signal.SIGTERM):

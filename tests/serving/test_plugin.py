@@ -55,7 +55,11 @@ def ngram(tokens):
     return SimpleNamespace(method="ngram", num_speculative_tokens=tokens)
 
 
-@pytest.mark.parametrize("changes", [{}, {"speculative": ngram(3)}, {"connector": "DecodeBenchConnector"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"speculative": ngram(3)}, {"connector": "DecodeBenchConnector"}, {"connector": "FillConnector"}],
+    ids=str,
+)
 def test_with_it_the_model_is_the_librarys(changes):
     vllm_config = config(HADAMARD, **changes)
     plugin.verify_and_update_config(vllm_config)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvlab.serving import server
 from kvlab.serving.options import SCHEMES
-from kvlab.serving.server import PARSERS, STOCK, serve_command
+from kvlab.serving.server import STOCK
 
 FULL = "full"
 """The point with as many sessions as the cache holds."""
@@ -83,8 +84,7 @@ def cache_arguments(scheme: str, calibration: Path | None = None) -> list[str]:
     """
     if scheme in PER_TOKEN_HEAD:
         return list(PER_TOKEN_HEAD[scheme])
-    command = serve_command("model", scheme=scheme, calibration=calibration if scheme == "calibrated" else None)
-    return command[command.index("--kv-cache-dtype") : -len(PARSERS)]
+    return server.cache_arguments(scheme, calibration=calibration if scheme == "calibrated" else None)
 
 
 def engine_arguments(

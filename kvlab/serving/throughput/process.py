@@ -64,7 +64,7 @@ def run_job(job: Job, name: str, logs: Path | None = None) -> Iterator[Rows]:
                 measured += 1
         code = process.wait()
     finally:
-        server._stop(process)
+        server.stop(process)
     if measured < len(job.points):
         raise ChildProcessError(
             f"the engine of {name} ended with exit code {code} after {measured} of {len(job.points)} points: "
