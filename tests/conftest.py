@@ -7,6 +7,8 @@ if not torch.cuda.is_available():
     # Triton reads it when it is imported, by whichever test comes first.
     os.environ["TRITON_INTERPRET"] = "1"
 
+REPORT = pytest.StashKey[list[str]]()
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
@@ -15,3 +17,14 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def report(pytestconfig):
+    """Takes a line of figures for the end of the run."""
+    return pytestconfig.stash.setdefault(REPORT, []).append
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    for line in config.stash.get(REPORT, []):
+        terminalreporter.write_line(line)

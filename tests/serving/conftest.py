@@ -10,7 +10,6 @@ from served_checkpoint import MAX_TOKENS, write_served_checkpoint
 from kvlab.serving import launch
 
 SCHEMES = (STOCK, "hadamard-int4")
-REPORT = pytest.StashKey[list[str]]()
 
 START_SECONDS = 300
 # Prompts of more than 256 tokens come in chunks; 32 requests at once have to queue.
@@ -67,14 +66,3 @@ def server(request, start_server, tmp_path_factory):
 @pytest.fixture(scope="session")
 def client(server):
     return openai_client.connect(server)
-
-
-@pytest.fixture
-def report(pytestconfig):
-    """Takes a line of figures for the end of the run."""
-    return pytestconfig.stash.setdefault(REPORT, []).append
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    for line in config.stash.get(REPORT, []):
-        terminalreporter.write_line(line)

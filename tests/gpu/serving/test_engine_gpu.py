@@ -82,10 +82,23 @@ def continued(llm, prompts, max_tokens=48):
 
 
 @pytest.fixture(scope="module")
-def noise(checkpoint):
-    """How far two correct BF16 implementations are apart on this model: vLLM's and transformers', without a scheme."""
-    with engine(checkpoint, kv_cache_dtype="auto", **EAGER) as llm:
-        return (of_prompt(llm, PROMPTS) - simulated(checkpoint, None)).abs().mean()
+def stock(checkpoint):
+    """What stock's FP8 says of the prompts, as a server runs it and eagerly."""
+    answers = []
+    for options in ({}, EAGER):
+        with engine(checkpoint, **options) as llm:
+            answers.append(of_prompt(llm, PROMPTS))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def noise(stock):
+    """How far two correct runs with FP8 are apart on this model.
+
+    FlashAttention quantizes queries and probabilities too, so that BF16 rounding flips many of their 8-bit numbers.
+    """
+    served, eager = stock
+    return (served - eager).abs().mean()
 
 
 def simulated(checkpoint, schemes):
@@ -124,38 +137,33 @@ def test_decoding_runs_in_full_graphs(served):
     assert "FULL" in served["cudagraph_mode"]
 
 
-def test_served_is_what_was_simulated(checkpoint, served, noise):
-    expected = simulated(checkpoint, {"full": "hadamard-int4", "sliding": "fp8"})
-    with engine(checkpoint) as llm:
-        fp8 = of_prompt(llm, PROMPTS)
-    ours = served["prompts"]
-    bf16 = simulated(checkpoint, None)
-    figures = {
-        "served - simulated": (ours - expected).abs().mean(),
-        "vLLM BF16 - transformers BF16": noise,
-        "4-bit - FP8, served": (ours - fp8).abs().mean(),
-        "FP8 - BF16": (fp8 - bf16).abs().mean(),
-        "mean: served - simulated": (ours - expected).mean(),
-    }
-    print({name: round(float(value), 4) for name, value in figures.items()})
+def test_served_is_what_was_simulated(checkpoint, served, stock, report):
+    ours = served["prompts"] - simulated(checkpoint, {"full": "hadamard-int4", "sliding": "fp8"})
+    # The simulation stores FP8, but does not compute in it: stock's own distance from it is the floor.
+    floor = stock[0] - simulated(checkpoint, "fp8")
+    between, fp8 = served["prompts"] - stock[0], stock[0] - simulated(checkpoint, None)
+    distances = [f"{x.abs().mean():.4f} (mean {x.mean():+.4f})" for x in (ours, floor, between, fp8)]
+    names = ("served - simulated", "stock - simulated FP8", "4-bit - stock", "stock - BF16")
+    report(", ".join(f"{name} {distance}" for name, distance in zip(names, distances, strict=True)))
     assert ours.isfinite().all()
-    # Codes flip where BF16 noise moves a component across a rounding boundary: half as much again, of the same kind.
-    assert figures["served - simulated"] < 1.5 * noise
+    assert ours.abs().mean() <= 1.25 * floor.abs().mean()
+    error = (floor.std() / len(floor) ** 0.5).item()
+    assert abs(ours.mean()) <= 1.25 * (abs(floor.mean()) + 3 * error)
 
 
 def test_decoding_agrees_with_prefill(served, noise):
     ends = torch.tensor([len(prompt) + 48 - 1 for prompt in PROMPTS]).cumsum(0)
     prefilled = torch.stack([served["prefilled"][end - 48 : end] for end in ends])
     assert served["decoded"].isfinite().all()
-    # One kernel of ours or another, sums in another order: what BF16 implementations differ by.
-    assert (served["decoded"] - prefilled).abs().mean() < noise
+    # One kernel of ours or another, one of stock's or another in the sliding-window layers.
+    assert (served["decoded"] - prefilled).abs().mean() < 1.25 * noise
 
 
 @pytest.mark.parametrize("options", [EAGER, {**EAGER, "max_num_batched_tokens": 48}], ids=["eager", "chunks-of-48"])
 def test_however_it_is_computed(checkpoint, served, noise, options):
     with engine(checkpoint, "hadamard-int4", **options) as llm:
         other = of_prompt(llm, PROMPTS)
-    assert (other - served["prompts"]).abs().mean() < noise
+    assert (other - served["prompts"]).abs().mean() < 1.25 * noise
 
 
 def test_speculated_tokens_are_verified_to_the_same_text(checkpoint, noise):
@@ -168,7 +176,7 @@ def test_speculated_tokens_are_verified_to_the_same_text(checkpoint, noise):
         expected = of_prompt(llm, [prompt + text for prompt, text in zip(prompts, texts, strict=True)])
     ends = torch.tensor([len(prompt) + 48 - 1 for prompt in prompts]).cumsum(0)
     prefilled = torch.stack([expected[end - 48 : end] for end in ends])
-    assert (logprobs - prefilled).abs().mean() < noise
+    assert (logprobs - prefilled).abs().mean() < 1.25 * noise
 
 
 def test_a_prefix_from_the_cache_and_preemption_change_nothing(checkpoint, served, noise):
