@@ -29,7 +29,8 @@ def summarise(tables: dict[str, pd.DataFrame], where: str) -> str:
         "",
         where,
         "",
-        f"*Published* marks the write-up's figures for Kolibri-1 at 128k, {WRITE_UP}; all else is measured here.",
+        f"*Published* marks the write-up's figures for Kolibri-1 at 128k, {WRITE_UP}; all else is measured here, "
+        "or computed where it says so.",
         "",
         "## One key in 4 bits (`rounding`)",
         f"Relative error {rounding['before rotation']:.1%} before the rotation, "
@@ -65,6 +66,8 @@ def summarise(tables: dict[str, pd.DataFrame], where: str) -> str:
     ]
     if "loss" in tables:
         lines += _loss_lines(tables["loss"].set_index("scheme"))
+    if "capacity" in tables:
+        lines += _capacity_lines(tables["capacity"])
     return "\n".join(lines) + "\n"
 
 
@@ -82,4 +85,18 @@ def _loss_lines(loss: pd.DataFrame) -> list[str]:
             f"| {name} | {row['bits']:.2f} | {row['loss']:.4f} | {row['increase']:+.4f} | "
             f"{1.96 * row['standard_error']:.4f} |"
         )
+    return lines
+
+
+def _capacity_lines(capacity: pd.DataFrame) -> list[str]:
+    sizes = capacity.pivot(index="context", columns="scheme", values="bytes_per_session") / 1e9
+    lines = [
+        "",
+        "## KV cache of a Kolibri-1 session (`capacity`), computed",
+        "| context, tokens | stock (fp8), GB | rotated 4-bit (hadamard-int4), GB | ratio |",
+        "|---|---|---|---|",
+    ]
+    for context, row in sizes.iterrows():
+        stock, ours = row["fp8"], row["hadamard-int4"]
+        lines.append(f"| {context:,} | {stock:.3f} | {ours:.3f} | {stock / ours:.2f} |")
     return lines

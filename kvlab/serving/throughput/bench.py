@@ -27,14 +27,15 @@ ORIGIN = ("cache_gb", "num_blocks", "start_seconds", "weights", "machine", "vers
 NAMES = ("scheme", "tensor_parallel", "context")
 TIMES = ("median_ms", "slowest_tenth", "tokens_per_s", "tokens_per_s_per_session")
 THROUGHPUT_KEY = (*NAMES, "point", "repeat")
-THROUGHPUT_COLUMNS = (*THROUGHPUT_KEY, "first_tokens", "sessions", "steps", *TIMES, "counts", "reason", *ORIGIN)
+THROUGHPUT_COLUMNS = (*THROUGHPUT_KEY, "first_tokens", "fit", "sessions", "steps", *TIMES, "counts", "reason", *ORIGIN)
 FIRST_TOKEN_COLUMNS = (*NAMES, "first_tokens", "requests", "median_s", "fastest_s", "slowest_s", *ORIGIN)
 ORIGIN_NOTE = "cache_gb: 1e9 bytes of cache per GPU, allocated. start_seconds: building the engine until it is ready."
 THROUGHPUT_NOTES = (
-    "Decode only: sessions begin with first_tokens tokens, all but the last in the cache, and get one with every step.",
+    "Decode only: sessions begin with first_tokens tokens or up to 63 fewer, all but the last in the cache, and get",
+    "one with every step.",
     "slowest_tenth: mean of the slowest tenth of the steps over the median. tokens_per_s: over all timed steps.",
     "counts: every timed step brought exactly one token to every session; else reason says why not, without a time.",
-    "point full: as many sessions as fit before the scheduler queues one; where growing evicts some, then one fewer.",
+    "point full: as many sessions as the cache holds to the last step; fit: as many as it takes in before one queues.",
     ORIGIN_NOTE,
 )
 FIRST_TOKEN_NOTES = (

@@ -26,6 +26,8 @@ MAX_TEMPLATE_TOKENS = 4096
 """Of the request whose pages fill the others: some hundred pages of every layer to choose from."""
 ADMISSION_STEPS = 2
 """After which the scheduler has admitted what fits (it works one step ahead)."""
+STAGGER = 64
+"""Lengths that sessions begin with: ``tokens`` and up to so many fewer, a multiple of the usual block sizes."""
 QUIET_STEPS = 4
 """After which nothing of dropped sessions is under way."""
 
@@ -140,43 +142,42 @@ class Throughput(Driver):
         self.drop([])
 
     def _full(self, tokens: int) -> list[dict[str, object]]:
-        """Measure as many sessions as the cache holds, and fewer until none is evicted as they grow."""
+        """Measure as many sessions as the cache holds to the end, and fewer should one be evicted as they grow."""
         rows = []
-        for sessions in range(self._capacity(tokens), 0, -1):
-            rows.append(self._measure(sessions, tokens))
+        fit = self._fill(tokens)
+        most = min(fit, self._expected(tokens + self.job.growth))
+        for sessions in range(max(most, 1), 0, -1):
+            rows.append({"fit": fit, **self._measure(sessions, tokens)})
             if rows[-1]["counts"]:
                 break
         return rows
 
-    def _capacity(self, tokens: int) -> int:
-        """Return how many sessions fit: add one by one until the scheduler queues one."""
-        most = self.scheduler_config.max_num_seqs
+    def _expected(self, tokens: int) -> int:
+        # Imports vLLM, which must not come before the environment is set.
+        from kvlab.serving.capacity import sessions_while_decoding
+
+        config = self.engine.vllm_config
+        return int(sessions_while_decoding(config, self.scheduler.kv_cache_manager.kv_cache_config, tokens))
+
+    def _fill(self, tokens: int) -> int:
+        """Return how many sessions fit: offer more than that until the scheduler queues some."""
+        most, offered = self.scheduler_config.max_num_seqs, self._expected(tokens) + 2
         names = []
         while len(names) < most and not self.waiting():
-            names.append(self.add(self.prompt(tokens), self.job.growth))
-            self._admit()
-        fit = len(names) - bool(self.waiting())
+            names += [self.add(self.prompt(tokens), self.job.growth) for _ in range(min(offered, most) - len(names))]
+            # A scheduler that works ahead brings nothing in the first step.
+            for _ in range(2):
+                self.engine.step()
+            offered = len(names) + 1
+        fit = len(names) - self.waiting()
         self.drop(names)
-        # The first of them had grown by then; with all of them new one more may fit.
-        while fit < most and self._fits(fit + 1, tokens):
-            fit += 1
         if fit == most:
             raise ValueError(f"--max-num-seqs is {most}, and as many sessions of {tokens} tokens fit; accepted: more")
         return fit
 
-    def _fits(self, sessions: int, tokens: int) -> bool:
-        names = [self.add(self.prompt(tokens), self.job.growth) for _ in range(sessions)]
-        self._admit()
-        fits = not self.waiting()
-        self.drop(names)
-        return fits
-
-    def _admit(self) -> None:
-        for _ in range(ADMISSION_STEPS):
-            self.engine.step()
-
     def _measure(self, sessions: int, tokens: int) -> dict[str, object]:
-        names = [self.add(self.prompt(tokens), self.job.growth) for _ in range(sessions)]
+        # As sessions that came at different times: they do not all begin a new block in the same step.
+        names = [self.add(self.prompt(tokens - i % min(STAGGER, tokens)), self.job.growth) for i in range(sessions)]
         seconds, reason = [], None
         for index in range(-WARM_UP_STEPS, self.job.steps):
             if index == 0:
