@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("main") / "new" / "figures"
     command = [sys.executable, "-c", "from kvlab.cli import main; main()", "figures", "--quick", "--out", str(out)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert run.stdout == f"25 files in {out}; start with {out / 'summary.md'}\n"
+    assert run.stdout == f"{3 * len(NAMES) + 1} files in {out}; start with {out / 'summary.md'}\n"
     assert "%|" in run.stderr
     return out
 
