@@ -17,7 +17,7 @@ from kvlab.calibrate import calibrated_scheme
 from kvlab.kernels.decode import DecodePlan
 from kvlab.kernels.layout import cell_bytes, read_cells
 from kvlab.kernels.naive.norm_rotate_store import normalise
-from kvlab.serving import attention
+from kvlab.serving import attention, backend
 from kvlab.serving.backend import Int4Impl, Int4Metadata, Prefills
 
 pytestmark = pytest.mark.serving
@@ -45,6 +45,10 @@ class Layer:
     def __init__(self, scheme, rank, size, monkeypatch):
         monkeypatch.setattr(attention, "get_tensor_model_parallel_rank", lambda: rank)
         monkeypatch.setattr(attention, "get_tensor_model_parallel_world_size", lambda: size)
+        # What the layer asks of the server: the longest context, which bounds the workspace, and a log.
+        server = SimpleNamespace(model_config=SimpleNamespace(max_model_len=256))
+        monkeypatch.setattr(backend, "get_current_vllm_config", lambda: server)
+        monkeypatch.setattr(backend, "announce", lambda *given: None)
         generator = torch.Generator().manual_seed(7)
         q_gain, k_gain = (torch.rand(2, HEAD_DIM, generator=generator) + 0.5).bfloat16()
         self.kv_heads = TOTAL_KV_HEADS // size
@@ -93,8 +97,6 @@ class Layer:
             for sequence, (length, new) in enumerate(zip(LENGTHS, NEW, strict=True))
         ]
         qkv = torch.cat([self.qkv(*each) for each in step])
-        # vLLM pads a batch: tokens behind the last slot are nobody's.
-        q = self.store(torch.cat([qkv, qkv[:3]]), self.cache, torch.cat([self.slots(*each) for each in step]))
         seq_lens = torch.tensor(LENGTHS, dtype=torch.int32)
         plan = DecodePlan(
             num_heads=self.num_heads,
@@ -107,13 +109,20 @@ class Layer:
         plan.update(seq_lens[:DECODES])
         starts = torch.tensor([0, *NEW[DECODES:]]).cumsum(0).tolist()
         prefills = Prefills(sum(NEW[:DECODES]), DECODES, list(LENGTHS[DECODES:]), starts)
-        workspace = torch.empty(2, 256, self.kv_heads, HEAD_DIM, dtype=torch.float16)
-        metadata = Int4Metadata(DECODES, plan, prefills, seq_lens, self.table, workspace)
+        slots = torch.cat([self.slots(*each) for each in step])
+        metadata = Int4Metadata(DECODES, plan, prefills, slots, seq_lens, self.table)
         impl = Int4Impl(self.num_heads, HEAD_DIM, HEAD_DIM**-0.5, self.kv_heads)
-        named = SimpleNamespace(layer_name="layer", store=self.store)
-        out = torch.full_like(q, torch.nan)
-        impl.forward(named, q, None, None, self.cache, metadata, out)
-        return q, out
+        rotated = []
+
+        def store(*given):
+            rotated.append(self.store(*given))
+            return rotated[0]
+
+        # vLLM pads a batch: tokens behind the last slot are nobody's.
+        qkv = torch.cat([qkv, qkv[:3]])
+        out = torch.full((len(qkv), self.num_heads, HEAD_DIM), torch.nan, dtype=qkv.dtype)
+        impl.forward(SimpleNamespace(store=store), qkv, None, None, self.cache, metadata, out)
+        return rotated[0], out
 
     def library(self, sequence):
         """Keys and values as the scheme stores them, float64 queries and keys with their gains, of all tokens."""
