@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from served_checkpoint import FULL
 
 pytest.importorskip("vllm", reason="needs vLLM: .ci/install-serving-cpu installs its CPU build")
 
@@ -158,9 +159,11 @@ def test_filled_pages_are_the_templates(tiny_checkpoint, scheme):
     layers = json.loads(next(line for line in done.stderr.splitlines() if line.startswith('[{"layer"')))
     assert len(layers) == 6
     for layer in layers:
-        assert layer["known"] == layer["pages"] > 0, layer
-        assert layer["empty"] == 0 and layer["different"] > 1, layer
+        assert layer["known"] == layer["pages"] and layer["empty"] == 0, layer
         assert layer["null_is_empty"], layer
+        # A window may lie in the one page that the step has written.
+        is_full = int(layer["layer"].split(".")[2]) in FULL
+        assert layer["different"] > 1 or not is_full, layer
 
 
 def test_pages_are_copied_whole_and_no_others():
