@@ -150,7 +150,7 @@ def test_first_tokens(setup):
 
 @pytest.mark.parametrize("scheme", ["bf16", "hadamard-int4"])
 def test_filled_pages_are_the_templates(tiny_checkpoint, scheme):
-    points = [{"context": 600}]
+    points = [{"context": 960}]
     arguments = engine_arguments(str(tiny_checkpoint), scheme, 1, 1024, cache_gb=0.02)
     job = Job("throughput", points, [*arguments, *decode_arguments([1]), *ARGUMENTS], steps=1)
     command = [sys.executable, str(CONTENTS), json.dumps(dataclasses.asdict(job))]
