@@ -9,18 +9,25 @@ from matplotlib.figure import Figure
 
 from kvlab import capacity, plots, provenance
 from kvlab.models.kolibri1_config import kolibri1_config
-from kvlab.tables import WRITE_UP, measured, published
+from kvlab.overview import overview_source, overview_table
+from kvlab.tables import WRITE_UP, data_folder, measured, published
 
 CONTEXTS = tuple(2**power for power in range(12, 21))
 """Tokens, 4k to 1M."""
 CACHE_GB = (20, 40)
 """Of each of the write-up's 80 GB GPUs: what some 40 GB of weights and the rest of the server can leave."""
+THROUGHPUT = "throughput_h200"
+"""The whole engine's, which takes GPUs that not every release had: drawn once it is in ``data/measured``."""
 
 
 def standing_tables() -> dict[str, pd.DataFrame]:
     """Return the numbers of these figures by the figures' names."""
     kernels = measured("kernels_h200")
+    there = (data_folder() / "measured" / f"{THROUGHPUT}.csv").is_file()
+    throughput = {"throughput": measured(THROUGHPUT)} if there else {}
     return {
+        "overview": overview_table(kernels, **throughput),
+        **throughput,
         **{f"kernels_{kernel}": kernels[kernels["kernel"].isin(["copy", kernel])] for kernel in ("decode", "store")},
         "capacity": capacity.session_table(CONTEXTS, tp=2),
         "capacity_gain": capacity.gain_table(published("capacity")["context"], CACHE_GB, tp=2),
@@ -32,9 +39,15 @@ def standing_tables() -> dict[str, pd.DataFrame]:
 def draw_standing(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     """Draw them from `standing_tables`."""
     decode, store, gains = tables["kernels_decode"], tables["kernels_store"], tables["capacity_gain"]
+    throughput = tables.get("throughput")
     theirs = published("capacity")
     rules = f"Computed: Kolibri-1, TP2, blocks as vLLM 0.29 allocates them while sessions decode; {provenance.today()}."
-    return {
+    figures = {
+        "overview": plots.plot_overview(
+            tables["overview"],
+            title="Stock against rotated INT4, Kolibri-1",
+            source=overview_source(decode, throughput),
+        ),
         "kernels_decode": plots.plot_decode_times(
             decode, title="Decode attention: time against context and batch", source=plots.run_of(decode)
         ),
@@ -64,3 +77,8 @@ def draw_standing(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
             source=f"{WRITE_UP}.",
         ),
     }
+    if throughput is not None:
+        figures["throughput"] = plots.plot_throughput(
+            throughput, title="Decode throughput, Kolibri-1", source=plots.run_of(throughput)
+        )
+    return figures

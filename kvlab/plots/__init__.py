@@ -6,10 +6,12 @@ from kvlab.plots.gpqa import plot_gpqa
 from kvlab.plots.kernels import plot_decode_times, plot_store_times, run_of
 from kvlab.plots.loss import plot_loss
 from kvlab.plots.outliers import plot_outliers
+from kvlab.plots.overview import plot_overview
 from kvlab.plots.rounding import plot_rounding
 from kvlab.plots.ruler import plot_ruler
 from kvlab.plots.seeds import plot_seed_spread
 from kvlab.plots.style import save, scheme_color, style
+from kvlab.plots.throughput import plot_throughput
 
 __all__ = [
     "plot_attention_error",
@@ -17,12 +19,14 @@ __all__ = [
     "plot_gpqa",
     "plot_loss",
     "plot_outliers",
+    "plot_overview",
     "plot_rounding",
     "plot_ruler",
     "plot_seed_spread",
     "plot_session_gain",
     "plot_session_sizes",
     "plot_store_times",
+    "plot_throughput",
     "run_of",
     "save",
     "scheme_color",

@@ -18,6 +18,7 @@ NAMES = (
     "kernels_store",
     "loss",
     "outliers",
+    "overview",
     "rounding",
     "ruler",
 )

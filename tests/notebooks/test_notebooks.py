@@ -18,6 +18,7 @@ FIGURES = {
     "08-capacity",
     "10-ruler",
     "11-gpqa",
+    "12-overview",
 }
 
 
