@@ -107,9 +107,10 @@ def serve_command(
         A value is none of these, the options do not go together, or ``arguments`` would replace the one that asks for
         the 4-bit cache.
     """
-    model, arguments = str(model), _check_arguments(arguments)
-    if not model or model.startswith("-"):
-        raise ValueError(f"model is {model!r}; accepted: a folder or a hub name, before vLLM's own arguments")
+    model, arguments = check_model(model), check_arguments(arguments)
+    if not host:
+        # It would be every address.
+        raise ValueError(f"host is {host!r}; accepted: an address or a name, 127.0.0.1 for this machine only")
     _check_port(port)
     cache = cache_arguments(scheme, calibration=calibration, rotation_seed=rotation_seed)
     if ADDITIONAL_CONFIG in cache:
@@ -218,7 +219,7 @@ def launch(
     """
     check_number(timeout, "timeout")
     for option in ("--host", "--port"):
-        _refuse(_check_arguments(arguments), option, f"without it, as {option[2:]}=…")
+        _refuse(check_arguments(arguments), option, f"without it, as {option[2:]}=…")
     port = _find_port(host, port)
     command = serve_command(
         model,
@@ -252,9 +253,32 @@ def launch(
         stop(process)
 
 
-def _check_arguments(arguments: Sequence[str]) -> list[str]:
+def check_model(model: str | Path) -> str:
+    """Check that ``model`` can be a folder or a hub name.
+
+    Raises
+    ------
+    ValueError
+        It is empty, or an option.
+    """
+    model = str(model)
+    if not model or model.startswith("-"):
+        raise ValueError(f"model is {model!r}; accepted: a folder or a hub name, before vLLM's own arguments")
+    return model
+
+
+def check_arguments(arguments: Sequence[str]) -> list[str]:
+    """Check that ``arguments`` are vLLM's options and their values.
+
+    Raises
+    ------
+    TypeError, ValueError
+        They are no list of strings, or begin with a word that belongs to no option.
+    """
     if isinstance(arguments, str) or not all(isinstance(argument, str) for argument in arguments):
         raise TypeError(f"arguments is {arguments!r}; accepted: a list of strings, such as ['--max-num-seqs', '64']")
+    if arguments and not arguments[0].startswith("-"):
+        raise ValueError(f"arguments begin with {arguments[0]!r}; accepted: options of vLLM, which begin with -")
     return list(arguments)
 
 

@@ -128,6 +128,8 @@ def test_the_users_own_arguments_come_last():
         ({"port": "80"}, TypeError, "port is '80'; accepted"),
         ({"arguments": "--max-num-seqs 4"}, TypeError, "arguments is '--max-num-seqs 4'; accepted"),
         ({"arguments": ["--max-num-seqs", 4]}, TypeError, "arguments is .*4.; accepted"),
+        ({"arguments": ["other"]}, ValueError, "arguments begin with 'other'; accepted: options of vLLM"),
+        ({"host": ""}, ValueError, "host is ''; accepted: an address"),
         ({"arguments": ["--additional_config={}"]}, ValueError, "arguments has '--additional_config={}'; accepted"),
         ({"arguments": ["--additional-config.a", "1"]}, ValueError, "arguments has '--additional-config.a'; accepted"),
     ],

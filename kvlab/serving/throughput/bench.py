@@ -97,8 +97,12 @@ class Setup:
     progress: bool = True
 
     def __post_init__(self) -> None:
+        server.check_model(self.model)
+        server.check_arguments(self.arguments)
         for name in ("schemes", "contexts", "tensor_parallel"):
             _check_some(getattr(self, name), name)
+        if self.calibration is not None and "calibrated" not in self.schemes:
+            raise ValueError(f"calibration is {str(self.calibration)!r}; accepted: with scheme 'calibrated'")
         for scheme in self.schemes:
             cache_arguments(scheme, self.calibration)
         if self.cache_gb is not None and check_number(self.cache_gb, "cache_gb") <= 0:
@@ -106,8 +110,7 @@ class Setup:
         if self.logs is not None and not self.logs.is_dir():
             raise ValueError(f"logs is {str(self.logs)!r}; accepted: a folder that exists")
         for context in self.contexts:
-            if check_integer(context, "context", minimum=2) > self.positions:
-                raise ValueError(f"context is {context}; accepted: at most the model's {self.positions} positions")
+            check_integer(context, "context", minimum=2)
         gpus = torch.cuda.device_count()
         for number in self.tensor_parallel:
             # vLLM's CPU build has ranks without GPUs.
@@ -215,6 +218,10 @@ def bench_first_token(setup: Setup, *, requests: int = REQUESTS) -> pd.DataFrame
 
 def _run(setup: Setup, table: PointTable, job: Job) -> pd.DataFrame:
     """Measure what the table lacks, an engine after the other."""
+    # Last of all checks, since the model may have to be asked for.
+    if max(setup.contexts) > setup.positions:
+        longest = f"at most the model's {setup.positions} positions"
+        raise ValueError(f"context is {max(setup.contexts)}; accepted: {longest}")
     jobs = list(_jobs(setup, table, job))
     if jobs:
         # Says in one line what is missing, before any engine starts.

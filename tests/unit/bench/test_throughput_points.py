@@ -203,17 +203,34 @@ def test_every_scheme_has_its_arguments():
         ({"schemes": ("int3",)}, "scheme is 'int3'; accepted: bf16, fp8, hadamard-int4"),
         ({"schemes": ()}, r"schemes is \(\); accepted: a list of at least one"),
         ({"schemes": ("calibrated",)}, "calibration is None"),
-        ({"contexts": (4097,)}, "context is 4097; accepted: at most the model's 4096 positions"),
         ({"contexts": (1,)}, "context is 1; accepted: an integer of at least 2"),
         ({"cache_gb": 0}, "cache_gb is 0; accepted: more than 0"),
         ({"tensor_parallel": (0,)}, "tensor_parallel is 0"),
         ({"logs": "missing"}, "logs is 'missing'; accepted: a folder that exists"),
+        ({"arguments": ("200",)}, "arguments begin with '200'; accepted: options of vLLM"),
+        ({"calibration": "k1.safetensors"}, "calibration is 'k1.safetensors'; accepted: with scheme 'calibrated'"),
     ],
     ids=str,
 )
 def test_a_setup_that_cannot_be_is_refused(model, changes, message):
     with pytest.raises(ValueError, match=message):
         setup(model, **{name: Path(value) if name == "logs" else value for name, value in changes.items()})
+
+
+def test_a_setup_without_a_model_is_refused():
+    with pytest.raises(ValueError, match="model is ''; accepted: a folder or a hub name"):
+        setup("")
+
+
+def test_points_are_checked_before_the_model_is_asked_for(tmp_path):
+    with pytest.raises(ValueError, match="sessions is 0"):
+        bench_throughput(setup(tmp_path / "nowhere"), sessions=[0])
+
+
+def test_a_context_beyond_the_model_is_refused(model, engines):
+    with pytest.raises(ValueError, match="context is 4097; accepted: at most the model's 4096 positions"):
+        bench_throughput(setup(model, contexts=(64, 4097)), sessions=[1])
+    assert engines[0] == []
 
 
 def test_more_gpus_than_there_are_are_refused(model, monkeypatch):
