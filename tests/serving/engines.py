@@ -64,6 +64,11 @@ INT4 = {"scheme": "hadamard-int4"}
 # One context of 2,048 takes 26 blocks: a crowd of ten texts, 6,800 tokens, has to preempt, and takes the blocks that
 # others leave. Chunks of 48 tokens end in the middle of blocks.
 SMALL = {"num_gpu_blocks_override": 30, "max_num_batched_tokens": 48}
+# vLLM's connector that makes up what a prompt would have stored, all but the last token of it.
+MADE_UP = {
+    "enable_prefix_caching": False,
+    "kv_transfer_config": {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
+}
 NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}
 ENGINES = {
     "bf16": {"rounds": {"prompts": ALL_PROMPTS}},
@@ -75,6 +80,7 @@ ENGINES = {
     "small": INT4 | {"rounds": {"fresh": FRESH, "crowd": CROWD}, "engine": SMALL, "poisoned": True},
     "two-ranks": INT4 | {"rounds": {"prompts": ALL_PROMPTS}, "engine": {"tensor_parallel_size": 2}},
     "compiled": INT4 | {"rounds": {"prompts": ALL_PROMPTS}, "engine": {"enforce_eager": False}},
+    "decode-bench": INT4 | {"rounds": {"fresh": one_by_one(TEXTS[:2])}, "engine": MADE_UP},
     "n-grams": INT4 | {"rounds": {"repeating": ALL_REPEATING}, "engine": NGRAM},
 }
 

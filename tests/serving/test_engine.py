@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engines import PROMPTS, STOCK
+from engines import PROMPTS, STOCK, TEXTS
 
 import kvlab
 from kvlab.calibrate import Calibration
@@ -96,3 +96,10 @@ def test_however_it_is_computed(served, simulated, report, engine):
     assert abs(mean) <= SAME + STANDARD_ERRORS * error
     # Other sums of the same numbers, as vLLM's and transformers' are, and codes that flip on both sides.
     assert ratio <= OTHER_SUMS
+
+
+def test_decoding_from_a_cache_that_is_made_up(answers):
+    for answer, request in zip(answers("decode-bench")["rounds"]["fresh"], TEXTS, strict=False):
+        assert answer["cached"] == len(request["prompt"]) - 1
+        assert answer["tokens"] == request["text"]
+        assert torch.tensor(answer["text"]).isfinite().all()
