@@ -2,7 +2,7 @@
 
 Texts are forced token by token after a prompt and their log-probabilities compared: those of a prompt itself would
 skip the prefix cache, and texts chosen freely part for good where two tokens are as likely. What is bound is the mean
-over some hundred tokens. A single token may differ by 0.01, and one in a hundred by 0.2: products of other shapes sum in
+over some hundred tokens. A single token may differ by 0.01, one in a hundred by 0.2: products of other shapes sum in
 another order, BF16 rounds otherwise, another code or another expert is chosen, as it is between any two BF16
 implementations. So the mean has an error of about 1e-3. A wrong block or mask moves tokens by several units.
 """
