@@ -79,6 +79,9 @@ def draw_standing(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
     }
     if throughput is not None:
         figures["throughput"] = plots.plot_throughput(
-            throughput, title="Decode throughput, Kolibri-1", source=plots.run_of(throughput)
+            throughput,
+            tensor_parallel=int(throughput.loc[throughput["counts"], "tensor_parallel"].max()),
+            title="Decode throughput, Kolibri-1",
+            source=plots.run_of(throughput),
         )
     return figures

@@ -11,7 +11,7 @@ import kvlab
 
 app = typer.Typer(
     name="kvlab",
-    help="Study and calibrate a rotated 4-bit KV cache.",
+    help="Study, calibrate and serve a rotated 4-bit KV cache.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

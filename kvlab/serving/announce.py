@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
@@ -16,7 +17,7 @@ logger = init_logger("vllm.kvlab")
 
 
 def announce(vllm_config: VllmConfig, layer: torch.nn.Module, cache: torch.Tensor) -> None:
-    """Log what a layer stores in how many bytes and, once for all of them, how many sessions the cache holds.
+    """Log, for all ranks, what a layer stores in how many bytes and, for all layers, how many sessions the cache holds.
 
     Parameters
     ----------
@@ -27,6 +28,8 @@ def announce(vllm_config: VllmConfig, layer: torch.nn.Module, cache: torch.Tenso
     cache
         Its pages, uint8 ``[num_blocks, num_kv_heads, block_size, head_dim + 8]``.
     """
+    if get_tensor_model_parallel_rank():
+        return
     layers = vllm_config.compilation_config.static_forward_context
     config = allocated(vllm_config, len(cache))
     # vLLM starts no server that holds less than one session: this is the small cache it tries CUDA graphs with.

@@ -210,22 +210,22 @@ class Int4Impl(AttentionImpl):
                 prefills.query_start_loc,
                 scale=self.scale,
                 flash=self.flash if query.is_cuda else None,
-                workspace=self._workspace(query.device),
+                workspace=self._workspace(),
                 out=output[rows],
             )
         return output
 
-    def _workspace(self, device: torch.device) -> torch.Tensor:
-        """Return what prefill reads the cache into: vLLM's scratch memory, shared by all layers, where it has some."""
+    def _workspace(self) -> torch.Tensor | None:
+        """Return what prefill reads the cache into: vLLM's scratch memory, shared by all layers, or None."""
+        if not is_workspace_manager_initialized():
+            return None
         tokens = min(WORKSPACE_TOKENS, self.vllm_config.model_config.max_model_len)
         shape = (2, tokens, self.num_kv_heads, self.head_size)
-        if is_workspace_manager_initialized():
-            return current_workspace_manager().get_simultaneous((shape, torch.float16))[0]
-        return torch.empty(shape, dtype=torch.float16, device=device)
+        return current_workspace_manager().get_simultaneous((shape, torch.float16))[0]
 
     def _hold_what_prefill_holds(self, output: torch.Tensor) -> None:
         """Allocate at once what a prefill of these tokens does, so that vLLM leaves room for it beside the cache."""
-        self._workspace(output.device)
+        self._workspace()
         # The rotated queries, these shrunk, the output over a piece of the context and what it is merged with.
         dtypes = (output.dtype, torch.float16, torch.float16, torch.float32)
         held = [torch.empty_like(output, dtype=dtype) for dtype in dtypes]

@@ -141,14 +141,34 @@ def cache_arguments(
 def runnable(command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Return the command as this interpreter runs it, once vLLM and the plugins it needs are known to be found.
 
-    vLLM ignores ``--additional-config`` that no plugin reads: it would serve stock and say nothing.
-
     Parameters
     ----------
     command
         Of `serve_command`.
     environment
         The variables it will run with.
+
+    Raises
+    ------
+    ImportError, ValueError
+        As for `check_plugins`.
+    """
+    check_plugins(environment, with_cache=ADDITIONAL_CONFIG in command)
+    # -P: a folder called vllm in the working directory is not taken for the package.
+    return [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", *command[1:]]
+
+
+def check_plugins(environment: Mapping[str, str], *, with_cache: bool) -> None:
+    """Check that vLLM is there and finds the model's plugin.
+
+    vLLM ignores ``--additional-config`` that no plugin reads: it would serve stock and say nothing.
+
+    Parameters
+    ----------
+    environment
+        The variables that vLLM will run with.
+    with_cache
+        And this library's plugin, for the 4-bit cache.
 
     Raises
     ------
@@ -161,13 +181,11 @@ def runnable(command: Sequence[str], environment: Mapping[str, str]) -> list[str
         raise ImportError(f"vLLM is missing; install it with: {INSTALL}")
     installed = {plugin.name for plugin in entry_points(group=PLUGIN_GROUP)}
     chosen = environment.get("VLLM_PLUGINS")
-    for name in (MODEL_PLUGIN, CACHE_PLUGIN) if ADDITIONAL_CONFIG in command else (MODEL_PLUGIN,):
+    for name in (MODEL_PLUGIN, CACHE_PLUGIN) if with_cache else (MODEL_PLUGIN,):
         if name not in installed:
             raise ImportError(f"vLLM finds no plugin {name!r}; install it with: {INSTALL}")
         if chosen is not None and name not in chosen.split(","):
             raise ValueError(f"VLLM_PLUGINS is {chosen!r}; accepted: a list with {name!r} in it, or unset")
-    # -P: a folder called vllm in the working directory is not taken for the package.
-    return [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", *command[1:]]
 
 
 @contextmanager

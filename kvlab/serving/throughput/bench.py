@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,14 @@ from tqdm import tqdm
 
 from kvlab.checks import check_integer, check_number
 from kvlab.serving import server
-from kvlab.serving.throughput.job import FULL, Job, cache_arguments, decode_arguments, engine_arguments
+from kvlab.serving.throughput.job import (
+    FULL,
+    Job,
+    cache_arguments,
+    decode_arguments,
+    engine_arguments,
+    max_num_seqs,
+)
 from kvlab.serving.throughput.process import run_job
 from kvlab.serving.throughput.table import PointTable
 
@@ -79,8 +87,6 @@ class Setup:
     ------
     TypeError, ValueError
         A value is not what is accepted.
-    ImportError
-        vLLM or a plugin is missing.
     """
 
     model: str | Path
@@ -168,6 +174,10 @@ def bench_throughput(
     ------
     TypeError, ValueError
         An argument is not what is accepted, or the table's file was not written with the same ones.
+    ImportError
+        vLLM or a plugin is missing.
+    OSError
+        The model is not found.
     ChildProcessError
         An engine ended before its time; the points before are kept.
     """
@@ -186,7 +196,8 @@ def bench_throughput(
         for repeat in range(1, repeats + 1)
         for point in order
     ]
-    job = Job("throughput", points, steps=steps, engine_arguments=decode_arguments(order))
+    arguments = decode_arguments(order, most=max_num_seqs(setup.arguments))
+    job = Job("throughput", points, steps=steps, engine_arguments=arguments)
     return _run(setup, table, job)
 
 
@@ -207,8 +218,8 @@ def bench_first_token(setup: Setup, *, requests: int = REQUESTS) -> pd.DataFrame
 
     Raises
     ------
-    TypeError, ValueError, ChildProcessError
-        As for `bench_throughput`.
+    TypeError, ValueError, ImportError, OSError
+        As for `bench_throughput`; ChildProcessError is one.
     """
     check_integer(requests, "requests", minimum=1)
     table = setup.table("first-token", FIRST_TOKEN_COLUMNS, NAMES, FIRST_TOKEN_NOTES, requests=requests)
@@ -219,13 +230,14 @@ def bench_first_token(setup: Setup, *, requests: int = REQUESTS) -> pd.DataFrame
 def _run(setup: Setup, table: PointTable, job: Job) -> pd.DataFrame:
     """Measure what the table lacks, an engine after the other."""
     # Last of all checks, since the model may have to be asked for.
-    if max(setup.contexts) > setup.positions:
-        longest = f"at most the model's {setup.positions} positions"
-        raise ValueError(f"context is {max(setup.contexts)}; accepted: {longest}")
-    jobs = list(_jobs(setup, table, job))
+    positions = setup.positions
+    if max(setup.contexts) > positions:
+        raise ValueError(f"context is {max(setup.contexts)}; accepted: at most the model's {positions} positions")
+    jobs = list(_jobs(setup, table, job, longest=min(max(setup.contexts) + job.growth, positions)))
     if jobs:
         # Says in one line what is missing, before any engine starts.
-        server.runnable(["vllm", *(argument for each in jobs for argument in each.engine_arguments)], os.environ)
+        asked = any(server.ADDITIONAL_CONFIG in each.engine_arguments for each in jobs)
+        server.check_plugins(os.environ, with_cache=asked)
     every = len(setup.schemes) * len(setup.tensor_parallel) * len(job.points)
     left = sum(len(each.points) for each in jobs)
     with tqdm(total=every, initial=every - left, unit="point", disable=not setup.progress) as bar:
@@ -236,12 +248,12 @@ def _run(setup: Setup, table: PointTable, job: Job) -> pd.DataFrame:
             for rows in run_job(each, name, setup.logs):
                 table.append([{**row, "weights": setup.weights, "command": setup.command} for row in rows])
                 bar.update()
-    return table.frame
+    # Rows that were read are text still.
+    return pd.read_csv(io.StringIO(table.frame.to_csv(index=False)))
 
 
-def _jobs(setup: Setup, table: PointTable, job: Job) -> Iterator[Job]:
+def _jobs(setup: Setup, table: PointTable, job: Job, *, longest: int) -> Iterator[Job]:
     """Return the job of each engine, with the points that are not in the table."""
-    longest = min(max(setup.contexts) + job.growth, setup.positions)
     for scheme in dict.fromkeys(setup.schemes):
         for number in dict.fromkeys(setup.tensor_parallel):
             points = [{"scheme": scheme, "tensor_parallel": number, **point} for point in job.points]

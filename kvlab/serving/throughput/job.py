@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvlab.checks import check_choice
 from kvlab.serving import server
 from kvlab.serving.options import SCHEMES
 from kvlab.serving.server import STOCK
@@ -26,10 +28,10 @@ ALL_SCHEMES = (*STOCK, *SCHEMES, *PER_TOKEN_HEAD)
 WARM_UP_STEPS = 16
 SLACK_STEPS = 8
 """By how much sessions outlive the timed steps, so that none ends in them."""
-MAX_SESSIONS = 256
-"""Of the point with a full cache, unless ``--max-num-seqs`` says otherwise: vLLM's default."""
-GRAPH_STEP = 8
-"""Batches of a full cache run in the next larger multiple's CUDA graph; the numbers asked for in their own."""
+MAX_SESSIONS = 512
+"""Of the point with a full cache, unless ``--max-num-seqs`` says otherwise."""
+GRAPH_STEP, COARSE_GRAPH_STEP, COARSE_GRAPHS = 8, 16, 256
+"""Batches of a full cache run in the next larger multiple's CUDA graph, beyond so many sessions in coarser ones."""
 BATCHED_TOKENS = 8192
 """Of a step at most, as vLLM's server has it on large GPUs; it sets aside memory for that many."""
 CONNECTOR = {
@@ -82,6 +84,7 @@ def cache_arguments(scheme: str, calibration: Path | None = None) -> list[str]:
     TypeError, ValueError
         There is no such scheme, or it needs a calibration.
     """
+    check_choice(scheme, "scheme", ALL_SCHEMES)
     if scheme in PER_TOKEN_HEAD:
         return list(PER_TOKEN_HEAD[scheme])
     return server.cache_arguments(scheme, calibration=calibration if scheme == "calibrated" else None)
@@ -126,11 +129,38 @@ def engine_arguments(
     return arguments
 
 
-def decode_arguments(sessions: Sequence[int | str]) -> list[str]:
-    """Return what an engine needs beside to decode these numbers of sessions in full CUDA graphs, filled by us."""
+def max_num_seqs(arguments: Sequence[str]) -> int | None:
+    """Return the ``--max-num-seqs`` among a user's arguments for vLLM, or None.
+
+    Raises
+    ------
+    ValueError
+        Its value is no number.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--max-num-seqs", "--max_num_seqs", type=int)
+    try:
+        return parser.parse_known_args(list(arguments))[0].max_num_seqs
+    except argparse.ArgumentError as error:
+        raise ValueError(f"arguments have a wrong --max-num-seqs ({error.message}); accepted: an integer") from None
+
+
+def decode_arguments(sessions: Sequence[int | str], *, most: int | None = None) -> list[str]:
+    """Return what an engine needs beside to decode these numbers of sessions in full CUDA graphs, filled by us.
+
+    Parameters
+    ----------
+    sessions
+        Numbers, and ``"full"``.
+    most
+        Sessions at a time, where a user has said so.
+    """
     numbers = [number for number in sessions if number != FULL]
-    most = max([*numbers, MAX_SESSIONS] if FULL in sessions else numbers)
-    sizes = {*numbers, *range(GRAPH_STEP, most + 1, GRAPH_STEP)} if FULL in sessions else set(numbers)
+    most = max([*numbers, most or MAX_SESSIONS] if FULL in sessions else numbers)
+    sizes = set(numbers)
+    if FULL in sessions:
+        sizes |= {*range(GRAPH_STEP, min(COARSE_GRAPHS, most) + 1, GRAPH_STEP), most}
+        sizes |= {*range(COARSE_GRAPHS, most, COARSE_GRAPH_STEP)}
     return [
         *("--max-num-seqs", str(most), "--kv-transfer-config", json.dumps(CONNECTOR)),
         # With a dot, so that a user's own key of the same option is added and does not replace these.

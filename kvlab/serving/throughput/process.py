@@ -63,6 +63,10 @@ def run_job(job: Job, name: str, logs: Path | None = None) -> Iterator[Rows]:
                 yield json.loads(line)
                 measured += 1
         code = process.wait()
+    except (GeneratorExit, KeyboardInterrupt):
+        if logs is None:
+            log.unlink()
+        raise
     finally:
         server.stop(process)
     if measured < len(job.points):

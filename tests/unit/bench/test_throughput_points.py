@@ -129,7 +129,7 @@ def engines(monkeypatch):
             yield [{**point, "sessions": 3, "counts": True}]
 
     monkeypatch.setattr(bench, "run_job", run_job)
-    monkeypatch.setattr(bench.server, "runnable", lambda command, environment: command)
+    monkeypatch.setattr(bench.server, "check_plugins", lambda environment, *, with_cache: None)
     return jobs, failure
 
 
@@ -177,14 +177,29 @@ def test_after_a_failure_the_rest_is_measured_and_nothing_twice(model, engines, 
 
 
 def test_graphs_are_captured_for_the_batches_that_are_timed():
-    def sizes(sessions):
-        return json.loads(job.decode_arguments(sessions)[-1].partition("=")[2])
+    def sizes(sessions, most=None):
+        return json.loads(job.decode_arguments(sessions, most=most)[-1].partition("=")[2])
 
     assert sizes([64, 8, 1]) == [1, 8, 64]
     full = sizes(["full", 3])
-    # A batch of a full cache is at most 7 sequences short of its graph's.
     assert full[0] == 3 and full[-1] == job.MAX_SESSIONS
-    assert max(b - a for a, b in itertools.pairwise(full)) <= job.GRAPH_STEP
+    # A batch of a full cache is at most 7 sequences short of its graph's, 15 beyond 256.
+    for a, b in itertools.pairwise(full):
+        assert b - a <= (job.GRAPH_STEP if a < job.COARSE_GRAPHS else job.COARSE_GRAPH_STEP)
+
+
+@pytest.mark.parametrize("most", [5, 100, 1000])
+def test_graphs_are_captured_up_to_what_a_user_allows(most):
+    assert job.max_num_seqs(["--enforce-eager", "--max-num-seqs", str(most), "--seed=1"]) == most
+    arguments = job.decode_arguments(["full"], most=most)
+    assert arguments[:2] == ["--max-num-seqs", str(most)]
+    assert max(json.loads(arguments[-1].partition("=")[2])) == most
+
+
+def test_a_limit_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="--max-num-seqs"):
+        job.max_num_seqs(["--max-num-seqs", "many"])
+    assert job.max_num_seqs(["--seed", "1"]) is None
 
 
 def test_every_scheme_has_its_arguments():
