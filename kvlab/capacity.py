@@ -13,7 +13,7 @@ import pandas as pd
 from kvlab.checks import check_integer, check_number
 from kvlab.models.kolibri1_config import kolibri1_config
 from kvlab.models.kolibri1_layout import TensorSpec, embedding_specs, head_specs, layer_specs
-from kvlab.paging import plan_cache
+from kvlab.paging import plan_cache, text_config
 from kvlab.schemes import Scheme, get_schemes
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 GB = 10**9
 STOCK, WRITE_UP_SCHEME = "fp8", "hadamard-int4"
 SCHEMES = (STOCK, WRITE_UP_SCHEME)
+
+MAX_BYTES = 10**18
+"""An exabyte: more than any memory, and its bytes and sessions fit 64-bit integers."""
 
 MAX_NUM_BATCHED_TOKENS = 8192
 """vLLM's default for its server on GPUs of at least 70 GiB."""
@@ -45,7 +48,7 @@ def capacity_table(
     Parameters
     ----------
     contexts
-        Tokens of a session; may be beyond what the model was made for.
+        Tokens of a session; may be beyond what the model was made for. One given twice counts once.
     cache_bytes
         Memory of the cache on each GPU.
     schemes
@@ -70,16 +73,16 @@ def capacity_table(
     Raises
     ------
     TypeError, ValueError
-        As `plan_cache`; a context is no positive integer or there is none, or the memory is no positive number.
+        As `plan_cache`; a context is no positive integer, there is no context or scheme, or the memory is as `to_bytes`
+        refuses it.
     """
-    contexts = [check_integer(context, "context", minimum=1) for context in contexts]
-    if not contexts:
-        raise ValueError("contexts is empty; accepted: at least one context, in tokens")
-    if check_number(cache_bytes, "cache_bytes", "a positive number of bytes") <= 0:
-        raise ValueError(f"cache_bytes is {cache_bytes}; accepted: a positive number of bytes")
+    contexts = _check_contexts(contexts)
+    cache_bytes = to_bytes(cache_bytes, "cache_bytes")
     check_integer(replicas, "replicas", minimum=1)
     check_integer(max_num_batched_tokens, "max_num_batched_tokens", minimum=1)
     plans = {scheme.name: plan_cache(scheme, config, tp=tp) for scheme in get_schemes(schemes)}
+    if not plans:
+        raise ValueError("schemes is empty; accepted: at least one scheme")
     rows = []
     for context in contexts:
         for name, plan in plans.items():
@@ -138,20 +141,53 @@ def cache_bytes_per_gpu(
     TypeError, ValueError
         A number is not positive, or nothing is left.
     """
-    accepted = "a positive number"
-    for name, value in {"gpu_memory_bytes": gpu_memory_bytes, "weight_bytes": weight_bytes}.items():
-        if check_number(value, name, accepted) <= 0:
-            raise ValueError(f"{name} is {value}; accepted: {accepted}")
-    if not 0 < check_number(utilization, "utilization", "a number in (0, 1]") <= 1:
-        raise ValueError(f"utilization is {utilization}; accepted: a number in (0, 1]")
-    weights = weight_bytes / check_integer(tp, "tp", minimum=1)
+    gpu_memory_bytes = to_bytes(gpu_memory_bytes, "gpu_memory_bytes")
+    utilization = check_utilization(utilization, "utilization")
+    weights = to_bytes(weight_bytes, "weight_bytes") / check_integer(tp, "tp", minimum=1)
     left = utilization * gpu_memory_bytes - weights
     if left <= 0:
         raise ValueError(
             f"gpu memory is {gpu_memory_bytes / GB:g} GB, of which {utilization:g} is used; accepted: more than the "
-            f"{weights / GB:.1f} GB of weights on each of {tp} GPUs"
+            f"{weights / GB:.1f} GB of weights on each of {tp} GPU{'s'[: tp != 1]}"
         )
     return left
+
+
+def to_bytes(value: float, name: str, *, unit: int = 1) -> float:
+    """Return a size of memory in bytes.
+
+    Parameters
+    ----------
+    value
+        The size.
+    name
+        What errors call it.
+    unit
+        Bytes that ``value`` counts: 1, or `GB`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is no number, not positive, or beyond `MAX_BYTES`.
+    """
+    accepted = f"a positive number, at most {MAX_BYTES / unit:g}, in {'bytes' if unit == 1 else f'{unit:.0e} bytes'}"
+    if not 0 < check_number(value, name, accepted) <= MAX_BYTES / unit:
+        raise ValueError(f"{name} is {value}; accepted: {accepted}")
+    return value * unit
+
+
+def check_utilization(value: float, name: str) -> float:
+    """Check the part of a GPU's memory that vLLM may use; errors call it ``name``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is no number above 0 and at most 1.
+    """
+    accepted = "a number in (0, 1]"
+    if not 0 < check_number(value, name, accepted) <= 1:
+        raise ValueError(f"{name} is {value}; accepted: {accepted}")
+    return value
 
 
 def gain_table(
@@ -185,14 +221,20 @@ def gain_table(
     Raises
     ------
     TypeError, ValueError
-        As `plan_cache`, or the range is none.
+        As `plan_cache`, the range is none, or the contexts are as `capacity_table` refuses them.
     """
-    low, high = (check_number(value, "cache_gb", "two positive numbers, the smaller first") for value in cache_gb)
+    contexts = _check_contexts(contexts)
+    accepted = "two positive numbers, the smaller first"
+    try:
+        low, high = cache_gb
+    except (TypeError, ValueError):
+        raise ValueError(f"cache_gb is {cache_gb!r}; accepted: {accepted}") from None
+    low, high = (check_number(value, "cache_gb", accepted) for value in (low, high))
     if not 0 < low < high:
-        raise ValueError(f"cache_gb is {cache_gb}; accepted: two positive numbers, the smaller first")
+        raise ValueError(f"cache_gb is {cache_gb}; accepted: {accepted}")
     plans = [plan_cache(one, config, tp=tp) for one in (scheme, stock)]
     rows = []
-    for context in [check_integer(context, "context", minimum=1) for context in contexts]:
+    for context in contexts:
         # What a session more takes, the null block included.
         steps = [(plan.blocks(context) * plan.block_bytes, plan.block_bytes) for plan in plans]
         edges = {low, high}
@@ -258,11 +300,28 @@ def beyond_model(contexts: Iterable[int], config: PretrainedConfig | None = None
     """Return one line that names the contexts longer than the model was made for, or None.
 
     They are counted all the same: what a cache would hold is asked for before a model can do it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Contexts that `capacity_table` refuses, or no transformers config.
     """
-    config = kolibri1_config() if config is None else config.get_text_config()
-    longest = getattr(config, "max_position_embeddings", None)
-    found = [f"{context:,}" for context in contexts if longest is not None and context > longest]
+    contexts = _check_contexts(contexts)
+    longest = getattr(text_config(config), "max_position_embeddings", None)
+    if longest is None:
+        return None
+    longest = check_integer(longest, "config.max_position_embeddings", minimum=1)
+    found = [f"{context:,}" for context in contexts if context > longest]
     return f"context {', '.join(found)} is longer than the model's {longest:,} tokens" if found else None
+
+
+def _check_contexts(contexts: Iterable[int]) -> list[int]:
+    if not isinstance(contexts, Iterable) or isinstance(contexts, str):
+        raise TypeError(f"contexts is {contexts!r}; accepted: several contexts, in tokens")
+    contexts = list(dict.fromkeys(check_integer(context, "context", minimum=1) for context in contexts))
+    if not contexts:
+        raise ValueError("contexts is empty; accepted: at least one context, in tokens")
+    return contexts
 
 
 def as_text(table: pd.DataFrame) -> str:

@@ -12,10 +12,17 @@ import numpy as np
 import pandas as pd
 
 from kvlab import stats
+from kvlab.checks import check_number
 from kvlab.evaluation.samples import Sample, read_samples
 
 ALL_TASKS = "all"
 """What the row with the mean over tasks is called."""
+
+SMALLEST_DIFFERENCE = 1e-6
+"""Of scores from 0 to 1: what is smaller is rounding, or takes more prompts than there are."""
+
+POINTS = 100
+"""Of a whole score."""
 
 COLUMNS = (
     "task",
@@ -60,7 +67,7 @@ def compare(a: Path, b: Path, *, detect: float | None = None, seed: int = 0) -> 
     a, b
         Files or folders that ``kvlab eval`` wrote.
     detect
-        The difference that ``prompts_needed`` is for, in the scores' unit; default: the one observed.
+        The difference that ``prompts_needed`` is for, as `check_detect` takes it; default: the one observed.
     seed
         Of the bootstrap.
 
@@ -75,10 +82,16 @@ def compare(a: Path, b: Path, *, detect: float | None = None, seed: int = 0) -> 
 
     Raises
     ------
-    ValueError
-        Samples that cannot be read, or are not of the same prompts and runs.
+    TypeError, ValueError
+        Samples that cannot be read, or are not of the same prompts and runs, a task named ``all``, a difference that
+        `check_detect` refuses.
     """
+    detect = None if detect is None else check_detect(detect)
     pairs = match(read_samples(a), read_samples(b), str(a), str(b))
+    if any(group.task == ALL_TASKS for group in pairs):
+        raise ValueError(
+            f"{a} has a task named {ALL_TASKS!r}; accepted: other names, since this one is the mean over tasks"
+        )
     rows = []
     by_length: dict[tuple[int | None, str], dict[str, Pair]] = defaultdict(dict)
     for group, metrics in pairs.items():
@@ -91,6 +104,29 @@ def compare(a: Path, b: Path, *, detect: float | None = None, seed: int = 0) -> 
     # Counts stay whole numbers beside missing ones.
     counts = dict.fromkeys(("length", "only_a", "only_b", "prompts_needed"), "Int64")
     return pd.DataFrame(rows, columns=COLUMNS).astype({**counts, "p_value": "float64"})
+
+
+def check_detect(detect: float, unit: int = 1) -> float:
+    """Check a difference that is to be detected, of either sign, and return it as one of scores from 0 to 1.
+
+    Parameters
+    ----------
+    detect
+        The difference.
+    unit
+        What a whole score counts: 1, or `POINTS`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is no number, smaller than `SMALLEST_DIFFERENCE` or larger than a whole score.
+    """
+    smallest = f"{SMALLEST_DIFFERENCE * unit:g}"
+    accepted = f"a difference of {smallest} to {unit}{' points' if unit == POINTS else ''}, or minus that"
+    difference = check_number(detect, "detect", accepted) / unit
+    if not SMALLEST_DIFFERENCE <= abs(difference) <= 1:
+        raise ValueError(f"detect is {detect!r}; accepted: {accepted}")
+    return difference
 
 
 def match(a: list[Sample], b: list[Sample], name_a: str = "a", name_b: str = "b") -> dict[Group, dict[str, Pair]]:
@@ -205,7 +241,9 @@ def _prompts_needed(pairs: list[Pair], difference: float) -> int | None:
     """Of all tasks together, where they share the prompts evenly."""
     variances = [stats.paired_differences(*pair).var(ddof=1) for pair in pairs]
     deviation = math.sqrt(np.mean(variances))
-    return stats.prompts_needed(difference, deviation) if difference and deviation else None
+    if not deviation or abs(difference) < SMALLEST_DIFFERENCE:
+        return None
+    return stats.prompts_needed(difference, deviation)
 
 
 def as_document(table: pd.DataFrame, a: Path, b: Path) -> dict[str, object]:

@@ -41,6 +41,15 @@ STATES = 2
 STATE_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number in a linear-attention state."""
 
+OTHER_CACHES = (
+    "kv_lora_rank",
+    "num_kv_shared_layers",
+    "cross_attention_layers",
+    "conv_L_cache",
+    "is_encoder_decoder",
+)
+"""Fields of transformers' configs whose models keep something else than keys and values of every layer and head."""
+
 
 @dataclass(frozen=True)
 class Pages:
@@ -117,7 +126,10 @@ def plan_cache(scheme: str | Scheme, config: PretrainedConfig | None = None, *, 
     scheme
         A name or a `Scheme`; one that stores each token on its own.
     config
-        A transformers config with ``layer_types`` of full, sliding-window or linear attention; None is Kolibri-1's.
+        A transformers config whose ``layer_types`` are full, sliding-window or linear attention; None is Kolibri-1's.
+        Without ``layer_types`` (Llama, Mistral, Mixtral, Phi-3, Qwen3-MoE) all layers are alike, as in vLLM 0.29
+        (engine/arg_utils.py, ``create_engine_config``): sliding-window attention where the config has a
+        ``sliding_window``, unless its ``use_sliding_window`` is false, and else full attention.
     tp
         GPUs that share the KV heads.
 
@@ -131,8 +143,9 @@ def plan_cache(scheme: str | Scheme, config: PretrainedConfig | None = None, *, 
     TypeError, ValueError
         The scheme cannot be paged, the config does not say what its layers keep, or ``tp`` does not divide its heads.
     """
-    config = _text_config(config)
-    layers = _layer_pages(get_scheme(scheme), config, check_integer(tp, "tp", minimum=1))
+    config = text_config(config)
+    tp = check_tp(tp, config)
+    layers = _layer_pages(get_scheme(scheme), config, layer_kinds(config), tp)
     counts = Counter(_unify(layers))
     most, fewest = max(counts.values()), min(counts.values())
     # Padding the smaller kinds to the largest wastes less than a group more, as long as they are nearly as many.
@@ -145,41 +158,97 @@ def plan_cache(scheme: str | Scheme, config: PretrainedConfig | None = None, *, 
     return Plan(tuple(groups), widest * groups[0].page_bytes)
 
 
-def _text_config(config: PretrainedConfig | None) -> PretrainedConfig:
-    """Return the config of the language model, checked for what `_layer_pages` reads of it."""
+def text_config(config: PretrainedConfig | None) -> PretrainedConfig:
+    """Return the config of the language model; None is Kolibri-1's.
+
+    Raises
+    ------
+    TypeError
+        It is no transformers config.
+    """
     if config is None:
         return kolibri1_config()
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"config is a {type(config).__name__}; accepted: a transformers config")
-    config = config.get_text_config()
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:
-        raise ValueError(
-            f"config is a {type(config).__name__} without layer_types; accepted: one that names each layer "
-            f"{FULL}, {SLIDING} or {LINEAR}"
-        )
-    for kind in kinds:
-        check_choice(kind, "an entry of config.layer_types", (FULL, SLIDING, LINEAR))
+    return config.get_text_config()
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """Return what each layer of a language model is, one of `FULL`, `SLIDING` and `LINEAR`.
+
+    Parameters
+    ----------
+    config
+        A language model's; what one without ``layer_types`` means is said in `plan_cache`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The layers are of another kind, are not as many as ``num_hidden_layers``, or keep something else than keys and
+        values by head.
+    """
     accepted = "accepted: layers that each keep keys and values by head, all heads alike"
-    for name in ("kv_lora_rank", "num_kv_shared_layers"):
+    for name in OTHER_CACHES:
         if getattr(config, name, None):
             raise ValueError(f"config has {name} {getattr(config, name)}; {accepted}")
     # transformers' configs of models whose layers are not alike, as Gemma 4's.
     if differing := getattr(config, "per_layer_attributes", None):
         raise ValueError(f"config has {', '.join(sorted(differing))} by layer; {accepted}")
-    return config
+    layers = _size(config, "num_hidden_layers")
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        return [SLIDING if has_window else FULL] * layers
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers:
+        found = f"of length {len(kinds)}" if isinstance(kinds, list | tuple) else repr(kinds)
+        raise ValueError(f"config.layer_types is {found}; accepted: a list of num_hidden_layers = {layers}")
+    return [check_choice(kind, "an entry of config.layer_types", (FULL, SLIDING, LINEAR)) for kind in kinds]
 
 
-def _layer_pages(scheme: Scheme, config: PretrainedConfig, tp: int) -> list[Pages]:
-    """Return each layer's pages as the layers ask for them, before vLLM makes them equally large."""
-    queries, heads = config.num_attention_heads, config.num_key_value_heads
+def check_tp(tp: int, config: PretrainedConfig, name: str = "tp") -> int:
+    """Check that ``tp`` GPUs can share the heads of a language model.
+
+    Parameters
+    ----------
+    tp
+        GPUs.
+    config
+        Of the language model.
+    name
+        What errors call ``tp``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        They cannot, or the config has no such heads.
+    """
+    tp = check_integer(tp, name, minimum=1)
+    queries, heads = _size(config, "num_attention_heads"), _size(config, "num_key_value_heads")
+    if queries % heads:
+        raise ValueError(f"config.num_key_value_heads is {heads}; accepted: a divisor of {queries} query heads")
     if queries % tp or (heads % tp and tp % heads):
         raise ValueError(
-            f"tp is {tp}; accepted: a divisor of {queries} query heads that divides {heads} KV heads or is a multiple"
+            f"{name} is {tp}; accepted: a divisor of {queries} query heads that divides {heads} KV heads or is a "
+            "multiple"
         )
+    return tp
+
+
+def _size(config: PretrainedConfig, name: str) -> int:
+    if getattr(config, name, None) is None:
+        found = f"config is a {type(config).__name__} without {name}"
+        raise ValueError(f"{found}; accepted: one of a model that keeps keys and values by head")
+    return check_integer(getattr(config, name), f"config.{name}", minimum=1)
+
+
+def _layer_pages(scheme: Scheme, config: PretrainedConfig, layers: list[str], tp: int) -> list[Pages]:
+    """Return each layer's pages as the layers ask for them, before vLLM makes them equally large."""
+    queries, heads = config.num_attention_heads, config.num_key_value_heads
     # With more GPUs than KV heads, vLLM gives each GPU a copy of one.
     heads = max(1, heads // tp)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // queries
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = _size(config, "hidden_size") // queries if head_dim is None else head_dim
+    head_dim = check_integer(head_dim, "config.head_dim", minimum=1)
     if not (scheme.keys.per_token and scheme.values.per_token):
         raise ValueError(
             f"scheme is {scheme.name!r}, whose scales belong to several tokens; accepted: one that stores each token "
@@ -187,7 +256,7 @@ def _layer_pages(scheme: Scheme, config: PretrainedConfig, tp: int) -> list[Page
         )
     plain = scheme.bits_per_number(head_dim) in PLAIN_BITS
     window_scheme = scheme if plain else get_scheme("fp8")
-    kinds = set(config.layer_types)
+    kinds = set(layers)
     pages = {}
     if SLIDING in kinds:
         window = check_integer(config.sliding_window, "config.sliding_window", minimum=1)
@@ -209,7 +278,7 @@ def _layer_pages(scheme: Scheme, config: PretrainedConfig, tp: int) -> list[Page
             times = max(1, -(-state // page))
             pages[FULL] = replace(pages[FULL], page_bytes=times * page, block_size=times * block)
             pages[LINEAR] = Pages(LINEAR, times * page)
-    return [pages[kind] for kind in config.layer_types]
+    return [pages[kind] for kind in layers]
 
 
 def cell_bytes(scheme: Scheme, head_dim: int) -> int:
@@ -236,8 +305,8 @@ def linear_state_bytes(config: PretrainedConfig, tp: int) -> int:
 
     Raises
     ------
-    ValueError
-        A field is missing, or ``tp`` does not divide the heads.
+    TypeError, ValueError
+        A field is missing or no positive integer, or ``tp`` does not divide the heads.
     """
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     values = {name: getattr(config, f"linear_{name}", None) for name in names}
@@ -246,6 +315,7 @@ def linear_state_bytes(config: PretrainedConfig, tp: int) -> int:
             f"config has {LINEAR} layers and no {', '.join(missing)}; accepted: gated delta nets, whose state those "
             "fields define"
         )
+    values = {name: check_integer(value, f"config.linear_{name}", minimum=1) for name, value in values.items()}
     key_heads, value_heads, key_dim, value_dim, kernel = values.values()
     if key_heads % tp or value_heads % tp:
         raise ValueError(f"tp is {tp}; accepted: a divisor of {key_heads} key heads and {value_heads} value heads")

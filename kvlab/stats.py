@@ -19,6 +19,12 @@ POWER = 0.8
 N_RESAMPLES = 10_000
 """The Monte Carlo error of a 95% interval's ends is then 3% of a standard error."""
 
+MOST_PROMPTS = 2**53
+"""Whole numbers beyond are not exact in float64, and no benchmark is near."""
+
+LARGEST_SCORE = 1e150
+"""Squares of differences, summed over prompts, stay finite."""
+
 BATCH_NUMBERS = 2**22
 """Numbers drawn at a time: 32 MiB."""
 
@@ -131,10 +137,15 @@ def stratified_bootstrap(
     TypeError, ValueError
         As in `paired_bootstrap`, or there are no tasks.
     """
+    try:
+        pairs = [(a, b) for a, b in pairs]
+    except (TypeError, ValueError):
+        raise TypeError(f"pairs is a {type(pairs).__name__}; accepted: pairs (a, b) of scores, one a task") from None
     differences = [paired_differences(a, b) for a, b in pairs]
     if not differences:
         raise ValueError("pairs has no task; accepted: the scores of at least one")
     n_resamples = check_integer(n_resamples, "n_resamples", minimum=1)
+    seed = check_integer(seed, "seed", minimum=0)
     nominal = _expanded_level(_check_share(level, "level"), [len(one) for one in differences])
     mean = _mean_of_means(*differences)
     # Scipy has no interval for constants, and there is nothing to resample.
@@ -147,7 +158,7 @@ def stratified_bootstrap(
         batch=max(1, BATCH_NUMBERS // max(map(len, differences))),
         confidence_level=nominal,
         method="percentile",
-        rng=np.random.default_rng(check_integer(seed, "seed", minimum=0)),
+        rng=np.random.default_rng(seed),
     )
     return Difference(mean, float(result.confidence_interval.low), float(result.confidence_interval.high))
 
@@ -208,7 +219,8 @@ def prompts_needed(difference: float, deviation: float, *, power: float = POWER,
     Raises
     ------
     TypeError, ValueError
-        No finite numbers, a difference of zero, a negative deviation, a power or level outside (0, 1).
+        No finite numbers, a difference of zero or one that takes more than 2**53 prompts, a negative deviation, a
+        power or level outside (0, 1).
     """
     difference = check_number(difference, "difference")
     deviation = check_number(deviation, "deviation")
@@ -216,8 +228,14 @@ def prompts_needed(difference: float, deviation: float, *, power: float = POWER,
         raise ValueError("difference is 0; accepted: one that is not zero (no number of prompts detects none)")
     if deviation < 0:
         raise ValueError(f"deviation is {deviation!r}; accepted: a standard deviation, at least 0")
-    z = stats.norm.ppf((1 + _check_share(level, "level")) / 2) + stats.norm.ppf(_check_share(power, "power"))
-    return max(2, math.ceil((z * deviation / difference) ** 2))
+    z = float(stats.norm.ppf((1 + _check_share(level, "level")) / 2) + stats.norm.ppf(_check_share(power, "power")))
+    root = abs(z * deviation / difference)
+    if root > math.sqrt(MOST_PROMPTS):
+        raise ValueError(
+            f"difference is {difference!r} beside a deviation of {deviation!r}; accepted: one that at most "
+            f"{MOST_PROMPTS:.0e} prompts detect"
+        )
+    return max(2, math.ceil(root**2))
 
 
 def paired_differences(a: ArrayLike, b: ArrayLike) -> np.ndarray:
@@ -256,12 +274,18 @@ def _check_scores(scores: ArrayLike, name: str) -> np.ndarray:
     accepted = "accepted: finite scores, [prompts] or [prompts, runs]"
     try:
         array = np.asarray(scores, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} has scores that are no numbers, or rows of unequal length; {accepted}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(
+            f"{name} has scores that are no float64 numbers, or rows of unequal length; {accepted}"
+        ) from None
     if array.ndim not in (1, 2) or 0 in array.shape:
         raise ValueError(f"{name} has shape {list(array.shape)}; {accepted}")
     if not np.isfinite(array).all():
         raise ValueError(f"{name} has a score that is not finite; {accepted}")
+    if np.abs(array).max() > LARGEST_SCORE:
+        raise ValueError(
+            f"{name} has a score of magnitude {np.abs(array).max():g}; accepted: {LARGEST_SCORE:g} at most"
+        )
     return array
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -52,12 +51,12 @@ def capacity_command(
     A scheme is what the full-attention layers store; beside all but bf16 and fp8 the sliding-window layers stay FP8.
     sessions_admitted is the concurrency that vLLM logs, which keeps room for a prefill in every sliding-window layer.
     """
-    from kvlab import capacity
+    from kvlab import capacity, paging
+    from kvlab.models.model_config import read_model_config
 
     if model is not None and gpus is not None and weights_gb is None:
         raise ValueError(f"weights-gb is missing with model {model!r}; accepted: its weights, in 1e9 bytes")
-    config = _read_config(model)
-    tp = (1 if gpus is None else gpus) if tp is None else tp
+    config = None if model is None else read_model_config(model)
     if cache_gb is not None:
         for name, value in {
             "gpus": gpus,
@@ -67,16 +66,22 @@ def capacity_command(
         }.items():
             if value is not None:
                 raise ValueError(f"{name} is {value} beside cache-gb; accepted: cache-gb alone, or gpus without it")
-        memory, replicas = cache_gb * capacity.GB, 1
+        tp, replicas = 1 if tp is None else tp, 1
+        memory = capacity.to_bytes(cache_gb, "cache-gb", unit=capacity.GB)
     elif gpus is None or gpu_memory_gb is None:
         raise ValueError("memory is not given; accepted: --cache-gb, or --gpus with --gpu-memory-gb")
     else:
-        replicas = capacity.count_replicas(gpus, tp)
+        replicas = capacity.count_replicas(gpus, gpus if tp is None else tp)
+        if tp is None:
+            tp = paging.check_tp(gpus, paging.text_config(config), "gpus (and tp, by default)")
+        weights = capacity.kolibri1_weight_bytes()
+        if weights_gb is not None:
+            weights = capacity.to_bytes(weights_gb, "weights-gb", unit=capacity.GB)
+        share = capacity.GPU_MEMORY_UTILIZATION
+        if gpu_memory_utilization is not None:
+            share = capacity.check_utilization(gpu_memory_utilization, "gpu-memory-utilization")
         memory = capacity.cache_bytes_per_gpu(
-            gpu_memory_gb * capacity.GB,
-            capacity.kolibri1_weight_bytes() if weights_gb is None else weights_gb * capacity.GB,
-            tp=tp,
-            utilization=(capacity.GPU_MEMORY_UTILIZATION if gpu_memory_utilization is None else gpu_memory_utilization),
+            capacity.to_bytes(gpu_memory_gb, "gpu-memory-gb", unit=capacity.GB), weights, tp=tp, utilization=share
         )
     contexts = [*context, *(more or [])]
     table = capacity.capacity_table(
@@ -93,20 +98,6 @@ def capacity_command(
     if as_json:
         typer.echo(json.dumps(table.to_dict("records")))
     else:
-        typer.echo(f"{memory / capacity.GB:.1f} GB of cache on each of {tp * replicas} GPU(s), TP {tp}\n")
+        number = tp * replicas
+        typer.echo(f"{memory / capacity.GB:.4g} GB of cache on each of {number} GPU{'s'[: number != 1]}, TP {tp}\n")
         typer.echo(capacity.as_text(table))
-
-
-def _read_config(model: str | None) -> object | None:
-    """Return a transformers config, or None for Kolibri-1's."""
-    if model is None:
-        return None
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        found = "no model type that transformers knows" if Path(model).is_dir() else str(error).splitlines()[0]
-        raise ValueError(
-            f"model is {model!r} ({found}); accepted: a folder with a transformers config.json, or a hub name"
-        ) from error

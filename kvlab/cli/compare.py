@@ -13,8 +13,8 @@ from kvlab.cli.app import JsonOption, app
 
 @app.command(name="compare")
 def compare_command(
-    a: Annotated[Path, typer.Argument(help="Samples of the one set-up: a folder of kvlab eval, or a file in it.")],
-    b: Annotated[Path, typer.Argument(help="Samples of the other; differences are b − a.")],
+    a: Annotated[str, typer.Argument(help="Samples of the one set-up: a folder of kvlab eval, or a file in it.")],
+    b: Annotated[str, typer.Argument(help="Samples of the other; differences are b − a.")],
     detect: Annotated[
         float | None,
         typer.Option(help="Points for which to say how many prompts detect them; default: the difference observed."),
@@ -25,5 +25,11 @@ def compare_command(
     """Compare two sets of logged samples of the same prompts: means, difference, interval, McNemar's test."""
     from kvlab import compare
 
-    table = compare.compare(a, b, detect=None if detect is None else detect / 100, seed=seed)
-    typer.echo(json.dumps(compare.as_document(table, a, b)) if as_json else compare.as_text(table, a, b))
+    for name, text in {"a": a, "b": b}.items():
+        # A path of no characters would be the working directory.
+        if not text:
+            raise ValueError(f"{name} is ''; accepted: a file of samples, or a folder of kvlab eval")
+    paths = Path(a), Path(b)
+    difference = None if detect is None else compare.check_detect(detect, compare.POINTS)
+    table = compare.compare(*paths, detect=difference, seed=seed)
+    typer.echo(json.dumps(compare.as_document(table, *paths)) if as_json else compare.as_text(table, *paths))

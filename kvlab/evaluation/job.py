@@ -136,12 +136,16 @@ def ruler(
     Raises
     ------
     ValueError
-        An unknown task, a length that the model does not have, data that cannot be had, another evaluation's folder.
+        An unknown task, a length that the model does not have, data that cannot be had, an ``out`` that is
+        no folder or another evaluation's.
     ConnectionError
         The server failed; what was finished is kept.
     """
+    check_out(out)
     chosen = [check_choice(task, "task", RULER_TASKS) for task in tasks or RULER_TASKS]
     lengths = [check_integer(length, "length", minimum=SHORTEST) for length in lengths]
+    if not lengths:
+        raise ValueError("lengths is empty; accepted: at least one context length, in tokens")
     harness()
     longest = setup.longest()
     if longest is not None and max(lengths) > longest:
@@ -189,6 +193,7 @@ def gpqa(
     ValueError, ConnectionError
         As from `ruler`.
     """
+    check_out(out)
     check_choice(task, "task", GPQA_TASKS)
     runs = check_integer(runs, "runs", minimum=1)
     generation = {**settings.generation, "max_gen_toks": check_integer(max_tokens, "max_tokens", minimum=1)}
@@ -259,15 +264,36 @@ def _record(out: Path, benchmark: str, setup: Setup, settings: Settings, command
         **provenance.stamp(),
         "command": command,
     }
+    scratch = out / f".{RECORD}.{os.getpid()}"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        scratch = out / f".{RECORD}.{os.getpid()}"
         scratch.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         scratch.replace(path)
     except OSError as error:
-        raise ValueError(
-            f"out is {str(out)!r}, which cannot be written ({error.strerror}); accepted: a folder"
-        ) from None
+        raise _unwritable(out, error.strerror) from None
+    finally:
+        # Where there is no folder there is no file in it either.
+        if out.is_dir():
+            scratch.unlink(missing_ok=True)
+
+
+def check_out(out: Path) -> None:
+    """Check that ``out`` is a folder that can be written, or can become one.
+
+    Raises
+    ------
+    ValueError
+        It is not.
+    """
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise _unwritable(out, f"{there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _unwritable(out, f"no permission in {there}")
+
+
+def _unwritable(out: Path, reason: str) -> ValueError:
+    return ValueError(f"out is {str(out)!r}, which cannot be written ({reason}); accepted: a folder")
 
 
 def summary(samples: Iterable[Sample]) -> pd.DataFrame:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -28,7 +29,7 @@ class Sample:
     prompt_hash
         SHA-256 of the whole prompt, hexadecimal.
     scores
-        Metric → score.
+        Metric → score, from 0 to 1.
     target
         The right answer, as the harness has it.
     response
@@ -48,6 +49,9 @@ class Sample:
 TYPES = {"task": str, "length": (int, type(None)), "run": int, "prompt": int, "prompt_hash": str, "scores": dict}
 """What `kvlab.compare` relies on, and of which types it has to be."""
 
+LARGEST = 2**63 - 1
+"""What tables hold of whole numbers."""
+
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
     """Write samples as JSON lines; the file appears whole or not at all."""
@@ -66,10 +70,10 @@ def read_samples(path: Path) -> list[Sample]:
     Raises
     ------
     ValueError
-        There is no such file, a line is cut off or is no sample, or there are no samples.
+        There is no such file, a line is cut off or is no sample, a score is not from 0 to 1, or there are no samples.
     """
     if path.is_dir():
-        files = sorted(file for file in path.glob(f"*{ENDING}") if not file.name.startswith("."))
+        files = sorted(file for file in path.glob(f"*{ENDING}") if file.is_file() and not file.name.startswith("."))
     else:
         files = [path] if path.is_file() else []
     if not files:
@@ -83,9 +87,12 @@ def read_samples(path: Path) -> list[Sample]:
 
 def _read_file(path: Path) -> list[Sample]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        # With a byte order mark or without.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError:
         raise ValueError(f"samples file {path} is no UTF-8 text; accepted: JSON lines of kvlab eval") from None
+    except OSError as error:
+        raise ValueError(f"samples file {path} cannot be read ({error.strerror}); accepted: a readable file") from None
     # Whole files end in a line break; without one the last line may be cut off and still be valid JSON.
     if lines.pop():
         raise ValueError(f"samples file {path} is cut off in line {len(lines) + 1}; accepted: a whole file")
@@ -95,16 +102,23 @@ def _read_file(path: Path) -> list[Sample]:
 def _parse(line: str, where: str) -> Sample:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError:
+    # Beside what is no JSON: numbers of thousands of digits, and brackets as deep.
+    except (ValueError, RecursionError):
         raise ValueError(f"samples file {where} is no JSON; accepted: a whole file of kvlab eval") from None
     names = [field.name for field in fields(Sample)]
     if not isinstance(record, dict) or set(record) != set(names):
         raise ValueError(f"samples file {where} is no sample; accepted: an object with {', '.join(names)}")
     for name, accepted in TYPES.items():
         if not isinstance(record[name], accepted):
-            raise ValueError(f"samples file {where} has {name} {record[name]!r}; accepted: as kvlab eval writes it")
+            found = reprlib.repr(record[name])
+            raise ValueError(f"samples file {where} has {name} {found}; accepted: as kvlab eval writes it")
+        if isinstance(record[name], int) and not 0 <= record[name] <= LARGEST:
+            found = reprlib.repr(record[name])
+            raise ValueError(f"samples file {where} has {name} {found}; accepted: 0 to 2**63 - 1")
+    if not record["scores"]:
+        raise ValueError(f"samples file {where} has no score; accepted: one metric at least")
     for metric, score in record["scores"].items():
         # NaN and infinity are not JSON's, but Python reads and writes them.
-        if not isinstance(score, int | float) or not abs(score) < float("inf"):
-            raise ValueError(f"samples file {where} has {metric} {score!r}; accepted: a finite score")
+        if not isinstance(score, int | float) or not 0 <= score <= 1:
+            raise ValueError(f"samples file {where} has {metric} {reprlib.repr(score)}; accepted: a score from 0 to 1")
     return Sample(**record)

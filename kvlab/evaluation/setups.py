@@ -11,6 +11,7 @@ import httpx
 
 from kvlab.evaluation.harness import harness
 from kvlab.models.default import MODEL_NAME
+from kvlab.models.model_config import read_model_config
 
 SECONDS = 30
 """How long a server may take to name its models."""
@@ -36,6 +37,17 @@ class Server:
     model: str | None = None
     concurrent: int | None = None
     timeout: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the server."""
+        try:
+            url = httpx.URL(self.base_url)
+        except httpx.InvalidURL:
+            url = httpx.URL()
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError(f"base_url is {self.base_url!r}; accepted: a URL, as http://127.0.0.1:8000/v1")
+        if self.model == "":
+            raise ValueError("model is ''; accepted: the name of a model that the server serves")
 
     def served(self) -> dict[str, Any]:
         """Return the server's own entry of the model: ``id`` and, from vLLM, ``max_model_len``.
@@ -122,6 +134,14 @@ class InProcess:
     scheme: str | None = None
     device: str | None = None
 
+    def __post_init__(self) -> None:
+        """Check what can be checked without the model."""
+        from kvlab.capture_job import choose_device
+
+        if not self.model:
+            raise ValueError(f"model is {self.model!r}; accepted: a folder, a hub name, or {MODEL_NAME!r}")
+        choose_device(self.device)
+
     def described(self) -> dict[str, object]:
         """Return what identifies the set-up: model and scheme."""
         return {"model": self.model, "scheme": self.scheme}
@@ -136,13 +156,8 @@ class InProcess:
 
     def longest(self) -> int | None:
         """Return the model's longest context in tokens."""
-        from transformers import AutoConfig
-
-        try:
-            config = AutoConfig.from_pretrained(self.tokenizer())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"model is {self.model!r}, which cannot be read ({error}); accepted: a model") from None
-        return config.get_text_config().max_position_embeddings
+        config = read_model_config(self.tokenizer())
+        return getattr(config.get_text_config(), "max_position_embeddings", None)
 
     @contextmanager
     def open(self, *, seed: int, chat: bool) -> Iterator[Any]:

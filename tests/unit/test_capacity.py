@@ -11,10 +11,18 @@ from transformers import (
     Gemma3nTextConfig,
     Gemma4TextConfig,
     LlamaConfig,
+    MambaConfig,
     MiniMaxConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
+    WhisperConfig,
 )
+from transformers.models.lfm2_moe import Lfm2MoeConfig
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from kvlab import capacity, get_scheme, list_schemes
 from kvlab.cli import main
@@ -33,6 +41,13 @@ def run(capsys, *arguments):
         main(["capacity", *map(str, arguments)])
     captured = capsys.readouterr()
     return stop.value.code, captured.out, captured.err
+
+
+def changed(**fields):
+    """A Llama's config whose fields were changed behind transformers' back."""
+    config = LlamaConfig()
+    vars(config).update(fields)
+    return config
 
 
 def sessions(table, column="sessions"):
@@ -121,6 +136,49 @@ def test_nearly_as_many_layers_of_two_kinds_share_groups_of_the_larger_number():
     assert plan.block_bytes == 13 * plan.groups[0].page_bytes
 
 
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (LlamaConfig(), FULL),
+        (MixtralConfig(), FULL),
+        (Phi3Config(), FULL),
+        (Qwen3MoeConfig(), FULL),
+        (Qwen3MoeConfig(use_sliding_window=False, sliding_window=4096), FULL),
+        (MistralConfig(sliding_window=None), FULL),
+        (MistralConfig(sliding_window=0), FULL),
+        (changed(sliding_window=4096, use_sliding_window=False), FULL),
+        (MistralConfig(), SLIDING),
+        (MixtralConfig(sliding_window=4096), SLIDING),
+        (Phi3Config(sliding_window=2047), SLIDING),
+        (Qwen3MoeConfig(use_sliding_window=True, sliding_window=4096), SLIDING),
+    ],
+    ids=lambda x: type(x).__name__ if not isinstance(x, str) else x,
+)
+@pytest.mark.parametrize("scheme", ["bf16", "fp8", "hadamard-int4"])
+def test_without_layer_types_all_layers_are_alike(config, kind, scheme):
+    """The same plan as of a config that names each layer."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    named = Qwen3Config(
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        layer_types=[kind] * config.num_hidden_layers,
+    )
+    named.sliding_window = getattr(config, "sliding_window", None)
+    plan = plan_cache(scheme, config)
+    assert plan == plan_cache(scheme, named)
+    assert {pages.kind for pages in plan.groups} == {kind}
+
+
+def test_mistrals_window_by_hand():
+    """32 layers, 8 KV heads of 128 numbers, K and V, 2 bytes; 4,097 tokens less one touch at most 257 blocks."""
+    plan = plan_cache("bf16", MistralConfig())
+    assert plan.block_bytes == 32 * 16 * 8 * 128 * 2 * 2
+    assert plan.blocks(10**6) == 257
+    assert plan_cache("bf16", MistralConfig(sliding_window=None)).blocks(10**6) == 62_500
+
+
 def test_a_vision_models_text_layers_are_counted():
     plan = plan_cache("fp8", Gemma3Config())
     assert {pages.kind for pages in plan.groups} == {FULL, SLIDING}
@@ -141,8 +199,23 @@ def test_linear_attention_keeps_two_states_whatever_the_context():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (LlamaConfig(), "LlamaConfig without layer_types; accepted"),
-        (DeepseekV3Config(), "DeepseekV3Config without layer_types"),
+        (DeepseekV3Config(), "kv_lora_rank 512; accepted"),
+        (MambaConfig(), "MambaConfig without num_attention_heads; accepted"),
+        (MllamaTextConfig(), "cross_attention_layers .*; accepted"),
+        (Lfm2MoeConfig(), "conv_L_cache 3; accepted"),
+        (WhisperConfig(), "is_encoder_decoder True; accepted"),
+        (changed(num_key_value_heads=0), r"config\.num_key_value_heads is 0; accepted: an integer of at least 1"),
+        (changed(num_attention_heads=0), r"config\.num_attention_heads is 0"),
+        (changed(num_key_value_heads=7), r"num_key_value_heads is 7; accepted: a divisor of 32 query heads"),
+        (changed(num_key_value_heads="8"), r"num_key_value_heads is '8'; accepted: an integer"),
+        (changed(head_dim=0), r"config\.head_dim is 0; accepted: an integer of at least 1"),
+        (changed(head_dim=None, hidden_size=8), r"config\.head_dim is 0"),
+        (changed(num_hidden_layers=0), r"config\.num_hidden_layers is 0"),
+        (
+            changed(layer_types=[FULL]),
+            r"config\.layer_types is of length 1; accepted: a list of num_hidden_layers = 32",
+        ),
+        (changed(layer_types=FULL), r"config\.layer_types is 'full_attention'; accepted: a list"),
         (Gemma3nTextConfig(), "num_kv_shared_layers 15; accepted"),
         (Gemma4TextConfig(), "config has head_dim by layer; accepted"),
         (MiniMaxConfig(), "no linear_num_key_heads, .*; accepted: gated delta nets"),
@@ -172,6 +245,13 @@ def test_tp_that_does_not_divide_linear_heads_is_refused():
     ("changes", "message"),
     [
         ({"contexts": []}, "contexts is empty"),
+        ({"contexts": 65_536}, "contexts is 65536; accepted: several contexts"),
+        ({"schemes": []}, "schemes is empty; accepted: at least one"),
+        (
+            {"cache_bytes": -3e9},
+            r"cache_bytes is -3000000000\.0; accepted: a positive number, at most 1e\+18, in bytes",
+        ),
+        ({"cache_bytes": 1e300}, r"cache_bytes is 1e\+300; accepted"),
         ({"contexts": [0]}, "context is 0; accepted: an integer of at least 1"),
         ({"contexts": [1.5]}, r"context is 1\.5"),
         ({"cache_bytes": 0}, "cache_bytes is 0; accepted: a positive number"),
@@ -231,6 +311,38 @@ def test_the_published_gains_arise_together_in_one_narrow_interval():
     assert end - start < 0.03
 
 
+@pytest.mark.parametrize(
+    ("contexts", "memory", "message"),
+    [
+        ([100], 5, "cache_gb is 5; accepted: two positive numbers"),
+        ([100], (1, 2, 3), r"cache_gb is \(1, 2, 3\); accepted: two positive numbers"),
+        ([], (1, 2), "contexts is empty"),
+        (5, (1, 2), "contexts is 5"),
+    ],
+)
+def test_gains_of_nothing_are_refused(contexts, memory, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        capacity.gain_table(contexts, memory)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "config", "message"),
+    [
+        ([1], 5, "config is a int; accepted: a transformers config"),
+        (1, None, "contexts is 1"),
+        ([1], changed(max_position_embeddings="long"), r"config\.max_position_embeddings is 'long'"),
+    ],
+)
+def test_beyond_what_is_refused(contexts, config, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        capacity.beyond_model(contexts, config)
+
+
+def test_a_context_given_twice_counts_once(capsys):
+    once, twice = (run(capsys, "--cache-gb", 30, "--context", *contexts) for contexts in ([65_536], [65_536] * 2))
+    assert once == twice
+
+
 def test_gains_that_never_arise_give_no_interval():
     gains = capacity.gain_table([65_536], (20, 22), tp=2)
     assert capacity.memory_that_gives(gains, pd.DataFrame({"context": [65_536], "gain": [3.0]})) == []
@@ -272,7 +384,7 @@ def test_command_line_for_people_and_of_another_model(capsys, tmp_path):
     Qwen3NextConfig().save_pretrained(tmp_path)
     code, out, err = run(capsys, "--context", 4096, "--cache-gb", 10, "--model", tmp_path, "--scheme", "bf16")
     assert (code, err) == (0, "")
-    assert "10.0 GB of cache on each of 1 GPU(s), TP 1" in out
+    assert "10 GB of cache on each of 1 GPU, TP 1" in out
     assert "bf16   4,096" in out
 
 
@@ -289,7 +401,26 @@ def test_a_context_beyond_the_model_is_counted_and_noted(capsys):
         (["--context", 4096], "memory is not given; accepted: --cache-gb, or --gpus with --gpu-memory-gb"),
         (["--context", 4096, "--gpus", 2], "memory is not given"),
         (["--context", 4096, "--cache-gb", 1, "--gpus", 2], "gpus is 2 beside cache-gb"),
-        (["--context", 4096, "--cache-gb", -1], "cache_bytes is"),
+        *(
+            (
+                ["--context", 4096, "--cache-gb", value],
+                f"cache-gb is {value}; accepted: a positive number, at most 1e+09",
+            )
+            for value in ("-3.0", "1e+300", "nan", "0.0")
+        ),
+        *(
+            (
+                ["--context", 4096, "--gpus", 2, "--gpu-memory-gb", 80, f"--{name}", value],
+                f"{name} is {value}; accepted",
+            )
+            for name in ("gpu-memory-gb", "weights-gb", "gpu-memory-utilization")
+            for value in ("-3.0", "1e+300", "nan")
+        ),
+        (
+            ["--context", 4096, "--gpus", 5, "--gpu-memory-gb", 80],
+            "gpus (and tp, by default) is 5; accepted: a divisor of 48 query heads",
+        ),
+        (["--context", 4096, "--gpus", 1, "--gpu-memory-gb", 24], "of weights on each of 1 GPU\n"),
         (["--context", -1, "--cache-gb", 1], "context is -1"),
         (["--context", "64k", "--cache-gb", 1], "Invalid value for '--context'"),
         (
@@ -308,7 +439,65 @@ def test_a_mistake_is_one_line_and_exit_2(capsys, arguments, message):
     assert message in err
 
 
-def test_a_folder_without_a_config_is_named(capsys, tmp_path):
-    code, _, err = run(capsys, "--context", 4096, "--cache-gb", 1, "--model", tmp_path)
+LLAMA = LlamaConfig().to_dict()
+QWEN3 = Qwen3Config(num_hidden_layers=2).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "which has no config.json; accepted: a folder with a transformers config.json, or a hub name"),
+        (b"", "whose config.json is empty"),
+        (b"\xff\xfe\x00", "whose config.json is no text"),
+        (b"{", "whose config.json is no JSON (Expecting"),
+        (b"[" * 100_000, "whose config.json is no JSON"),
+        (b"null", "whose config.json holds null, no object"),
+        ({}, "has model_type None; accepted: a model type that transformers knows"),
+        ({"model_type": "nothing"}, "has model_type 'nothing'"),
+        ({"model_type": []}, "has model_type []"),
+        (LLAMA | {"num_key_value_heads": "8"}, "num_key_value_heads"),
+        (LLAMA | {"max_position_embeddings": None}, "max_position_embeddings"),
+        (LLAMA | {"max_position_embeddings": "long"}, "max_position_embeddings"),
+        (QWEN3 | {"layer_types": [FULL]}, "layer_types"),
+        (QWEN3 | {"layer_types": FULL}, "layer_types"),
+        (QWEN3 | {"layer_types": ["unknown", FULL]}, "unknown"),
+        (MambaConfig().to_dict(), "MambaConfig without num_attention_heads"),
+    ],
+    ids=lambda x: "" if not isinstance(x, str) else x[:40],
+)
+def test_a_config_that_cannot_be_read_is_one_line(capsys, tmp_path, content, message):
+    if content is not None:
+        made = content if isinstance(content, bytes) else json.dumps(content).encode()
+        (tmp_path / "config.json").write_bytes(made)
+    code, out, err = run(capsys, "--context", 4096, "--cache-gb", 1, "--model", tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_a_model_of_no_name_is_no_folder(capsys):
+    code, _, err = run(capsys, "--context", 4096, "--cache-gb", 1, "--model", "")
+    assert (code, "model is '', which is no name; accepted" in err) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["nonexistent", "a/b/c", "config.json"])
+def test_a_path_is_not_asked_of_the_hub(capsys, tmp_path, monkeypatch, name):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("asked"))
+    code, _, err = run(capsys, "--context", 4096, "--cache-gb", 1, "--model", f"m/{name}")
     assert (code, err.count("\n")) == (2, 1)
-    assert "accepted: a folder with a transformers config.json" in err
+    assert f"model is 'm/{name}', which cannot be read: there is no such folder; accepted" in err
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    # A port that nobody listens at.
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    code, _, err = run(capsys, "--context", 4096, "--cache-gb", 1, "--model", "nobody/nothing")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "model is 'nobody/nothing', which is no folder and cannot be had from the hub (" in err
+
+
+def test_little_memory_is_no_none(capsys):
+    assert run(capsys, "--context", 4096, "--cache-gb", 0.0001)[1].startswith("0.0001 GB of cache on each of 1 GPU,")

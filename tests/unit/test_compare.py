@@ -2,6 +2,7 @@ import json
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from kvlab import compare, stats
@@ -160,7 +161,15 @@ def edit(old, new):
         (edit('"run": 1', '"run": 2'), "runs differ"),
         (edit('"prompt": 5,', '"prompt": 99,'), "lacks prompt 5, run 1"),
         (edit('"score": ', '"other": '), "other metrics"),
-        (edit('{"score": 1.0}', '{"score": NaN}'), "has score nan; accepted: a finite score"),
+        (edit('{"score": 1.0}', '{"score": NaN}'), "has score nan; accepted: a score from 0 to 1"),
+        (edit('{"score": 1.0}', '{"score": 59.5}'), "has score 59.5; accepted: a score from 0 to 1"),
+        (edit('{"score": 1.0}', '{"score": -0.5}'), "has score -0.5"),
+        (edit('{"score": 1.0}', '{"score": 1.7e308}'), "has score 1.7e+308"),
+        (edit('{"score": 1.0}', f'{{"score": 1{400 * "0"}}}'), "has score 1000"),
+        (edit('{"score": 1.0}', f'{{"score": {5000 * "1"}}}'), "is no JSON"),
+        (edit('{"score": 1.0}', "{}"), "has no score; accepted: one metric at least"),
+        (edit('"length": 4096', f'"length": {2**63}'), "has length 9223372036854775808; accepted"),
+        (lambda path: path.write_text("[" * 100_000 + "\n"), "line 1 is no JSON"),
         (edit('"prompt": 5,', '"prompt": "5",'), "has prompt '5'"),
         (edit('"response"', '"answer"'), "line 1 is no sample"),
         (edit("{", "["), "line 1 is no JSON"),
@@ -175,6 +184,53 @@ def test_bad_samples_are_one_line_and_exit_2(tmp_path, capsys, scores, damage, m
     code, out, err = run(capsys, a, b)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+def test_a_folder_in_a_files_place_is_passed_over(folders):
+    table = compare.compare(*folders)
+    (folders[0] / "x.jsonl").mkdir()
+    assert compare.compare(*folders).equals(table)
+
+
+def test_a_byte_order_mark_is_no_text(folders):
+    table = compare.compare(*folders)
+    path = folders[0] / "vt-4096.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert compare.compare(*folders).equals(table)
+
+
+def test_no_task_is_called_as_the_mean_is(tmp_path, capsys):
+    folders = [log(tmp_path / name, "x.jsonl", samples([1, 0], task="all")) for name in "ab"]
+    code, _, err = run(capsys, *folders)
+    assert (code, "has a task named 'all'; accepted: other names" in err) == (2, True)
+
+
+@pytest.mark.parametrize("points", ["nan", "1e-300", "0", "101"])
+def test_points_that_cannot_be_detected(folders, capsys, points):
+    code, out, err = run(capsys, *folders, "--detect", points)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"detect is {float(points)}; accepted: a difference of 0.0001 to 100 points" in err
+    with pytest.raises(ValueError, match=r"detect is .*; accepted: a difference of 1e-06 to 1, or"):
+        compare.compare(*folders, detect=2 * float(points))
+
+
+def test_points_of_either_sign_are_detected_alike(folders, capsys):
+    assert run(capsys, *folders, "--detect", "5") == run(capsys, *folders, "--detect", "-5")
+
+
+@pytest.mark.parametrize("empty", [("", "b"), ("a", "")])
+def test_a_path_of_no_characters_is_no_folder(capsys, empty):
+    code, _, err = run(capsys, *empty)
+    assert (code, f"{'ab'[empty.index('')]} is ''; accepted" in err) == (2, True)
+
+
+def test_rounding_is_no_difference_to_detect(tmp_path):
+    # 0.1 + 0.2 against 0.3.
+    pairs = {"a": [0.1 + 0.2, 0.5, 0.7], "b": [0.3, 0.5, 0.7]}
+    a, b = (log(tmp_path / name, "x.jsonl", samples(scores)) for name, scores in pairs.items())
+    (row,) = compare.compare(a, b).to_dict("records")
+    assert 0 < abs(row["difference"]) < 1e-15
+    assert pd.isna(row["prompts_needed"])
 
 
 def test_a_task_that_one_lacks(folders, capsys):

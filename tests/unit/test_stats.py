@@ -133,7 +133,9 @@ def test_a_constant_task_beside_another():
         ([[1, 0], [0, 1]], [1, 0], r"b has shape \[2\]"),
         ([1, math.nan], [1, 0], "a has a score that is not finite"),
         ([1, 0], [1, math.inf], "b has a score that is not finite"),
-        ([1, "x"], [1, 0], "a has scores that are no numbers"),
+        ([1, "x"], [1, 0], "a has scores that are no float64 numbers"),
+        ([1, 10**400], [1, 0], "a has scores that are no float64 numbers"),
+        ([1, 1.7e308], [1, -1.7e308], r"a has a score of magnitude 1\.7e\+308; accepted: 1e\+150 at most"),
         ([[1, 0], [1]], [1, 0], "rows of unequal length"),
         (1, 0, r"a has shape \[\]"),
     ],
@@ -151,6 +153,17 @@ def test_scores_that_are_refused(a, b, message):
 def test_options_that_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         paired_bootstrap([1, 0, 1], [0, 0, 1], **options)
+
+
+def test_a_seed_is_checked_where_nothing_is_drawn():
+    with pytest.raises(TypeError, match="seed is 'x'; accepted"):
+        paired_bootstrap([1, 1], [1, 1], seed="x")
+
+
+@pytest.mark.parametrize("pairs", [5, [5], [([1, 0], [0, 1], [1, 1])]])
+def test_what_is_no_pairs_is_refused(pairs):
+    with pytest.raises(TypeError, match=r"pairs is a (int|list); accepted: pairs \(a, b\)"):
+        stratified_bootstrap(pairs)
 
 
 def test_no_task_is_refused():
@@ -191,6 +204,8 @@ def test_prompts_needed_grow_with_the_square():
         ((0, 1), "difference is 0"),
         ((1, -1), "deviation is -1"),
         ((math.nan, 1), "difference"),
+        ((1e-300, 1), r"difference is 1e-300 beside a deviation of 1\.0; accepted: one that at most 9e\+15 prompts"),
+        ((1e-300, 1e308), "difference is 1e-300"),
     ):
         with pytest.raises(ValueError, match=message):
             prompts_needed(*arguments)
