@@ -28,7 +28,10 @@ Model = Annotated[
     str | None,
     typer.Option(help="A folder or hub name; with --base-url what the server calls it (default: its only one)."),
 ]
-Scheme = Annotated[str | None, typer.Option(help="Without --base-url: store the cache under this scheme.")]
+Scheme = Annotated[
+    str | None,
+    typer.Option(help="What the cache stores: with --base-url for the record, without it applied to the model."),
+]
 Device = Annotated[str | None, typer.Option(help="Without --base-url: cuda or cpu; default: cuda where there is one.")]
 Concurrent = Annotated[int | None, typer.Option(min=1, help="With --base-url: requests at a time; default: 1.")]
 Timeout = Annotated[int | None, typer.Option(min=1, help="With --base-url: seconds a request may take; default: 300.")]
@@ -78,7 +81,9 @@ def gpqa_command(
     base_url: BaseUrl = None,
     model: Model = None,
     scheme: Scheme = None,
-    runs: Annotated[int, typer.Option(min=1, help="How often; runs differ in the seed of the answers.")] = 4,
+    runs: Annotated[
+        int, typer.Option(min=1, help="How often, with answers of other seeds; needs --generation temperature=….")
+    ] = 4,
     prompts: Prompts = None,
     seed: Seed = 0,
     generation: Generation = None,
@@ -110,17 +115,17 @@ def _setup(
 
     foreign = {"concurrent": concurrent, "timeout": timeout}
     if base_url is not None:
-        foreign = {"scheme": scheme, "device": device}
+        foreign = {"device": device}
     for name, value in foreign.items():
         if value is not None:
             place = "a model run here" if base_url is not None else "a server (--base-url)"
             raise ValueError(f"{name} is {value!r}; accepted: only for {place}")
-    if base_url is not None:
-        return Server(base_url, model, concurrent, timeout)
-    if model is None:
-        raise ValueError("model is missing; accepted: --base-url URL of a server, or --model NAME to run here")
     if scheme is not None:
         get_scheme(scheme)
+    if base_url is not None:
+        return Server(base_url, model, concurrent, timeout, scheme)
+    if model is None:
+        raise ValueError("model is missing; accepted: --base-url URL of a server, or --model NAME to run here")
     return InProcess(model, scheme, device)
 
 

@@ -181,7 +181,8 @@ def gpqa(
     max_tokens
         Tokens an answer may have, its reasoning included.
     runs
-        How many; they differ in the seed of the answers, not in the prompts.
+        How many; they differ in the seed of the answers, not in the prompts, so that more than one needs a
+        ``temperature`` among the generation settings.
 
     Returns
     -------
@@ -196,6 +197,9 @@ def gpqa(
     check_out(out)
     check_choice(task, "task", GPQA_TASKS)
     runs = check_integer(runs, "runs", minimum=1)
+    if runs > 1 and not settings.generation.get("temperature"):
+        # The harness's tasks answer greedily, whatever the seed.
+        raise ValueError(f"runs is {runs} without a temperature; accepted: generation temperature=…, or one run")
     generation = {**settings.generation, "max_gen_toks": check_integer(max_tokens, "max_tokens", minimum=1)}
     settings = Settings(settings.prompts, settings.seed, generation, settings.chat, settings.tokenizer)
     harness()

@@ -31,12 +31,15 @@ class Server:
         Requests at a time; None leaves it to the harness (1).
     timeout
         Seconds a request may take; None leaves it to the harness (300).
+    scheme
+        What its cache stores, for the record: a server calls its model the same whatever that is.
     """
 
     base_url: str
     model: str | None = None
     concurrent: int | None = None
     timeout: int | None = None
+    scheme: str | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without the server."""
@@ -72,8 +75,8 @@ class Server:
         return models[name]
 
     def described(self) -> dict[str, object]:
-        """Return what identifies the set-up: the model's name there."""
-        return {"model": self.served()["id"], "scheme": None}
+        """Return what identifies the set-up: the model's name there, and what its cache is said to store."""
+        return {"model": self.served()["id"], "scheme": self.scheme}
 
     def tokenizer(self) -> str:
         """Name of the model's tokenizer: the model's own name."""

@@ -195,9 +195,13 @@ def questions(monkeypatch):
 
 def test_gpqa_runs_share_prompts_and_differ_in_seed(questions, server, tmp_path, capsys):
     arguments = ["gpqa", "--base-url", server.url, "--task", "gpqa_diamond_cot_zeroshot", "--max-tokens", 7]
+    arguments += ["--generation", "temperature=0.6"]
     for name in "ab":
-        code, _, _ = run(capsys, *arguments, "--out", tmp_path / name, "--runs", 2)
+        code, _, _ = run(capsys, *arguments, "--out", tmp_path / name, "--runs", 2, "--scheme", "fp8")
         assert code == 0
+    # The model's name is the same whatever the server stores.
+    code, _, err = run(capsys, *arguments, "--out", tmp_path / "a", "--runs", 2, "--scheme", "hadamard-int4")
+    assert code == 2 and "scheme is 'hadamard-int4', but" in err and "was begun with 'fp8'" in err
     samples = read_samples(tmp_path / "a")
     assert {(sample.prompt, sample.run) for sample in samples} == {(i, r) for i in range(5) for r in (1, 2)}
     assert len({sample.prompt_hash for sample in samples}) == 5
@@ -220,7 +224,7 @@ def test_data_that_cannot_be_had_are_named_before_anything_runs(server, tmp_path
         arguments = ["--base-url", server.url, "--out", tmp_path / "x", "--task", "vt", "--task", task, *FEW]
         code, _, err = run(capsys, "ruler", *arguments)
         assert code == 2 and f"task {task} needs" in err and source in err and "accepted without: niah_single_1" in err
-    arguments = ["--base-url", server.url, "--out", tmp_path / "x", "--max-tokens", 9]
+    arguments = ["--base-url", server.url, "--out", tmp_path / "x", "--max-tokens", 9, "--runs", 1]
     code, _, err = run(capsys, "gpqa", "--task", "gpqa_diamond_cot_zeroshot", *arguments)
     assert code == 2 and "accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa" in err
     assert not server.requests and not (tmp_path / "x").exists()
@@ -233,7 +237,8 @@ def test_data_that_cannot_be_had_are_named_before_anything_runs(server, tmp_path
         (["--length", "100"], "length is 100; accepted: an integer of at least 1024"),
         (["--task", "niah"], "task is 'niah'; accepted: niah_single_1"),
         (["--model", "other"], "model is 'other'; accepted at"),
-        (["--scheme", "int4"], "scheme is 'int4'; accepted: only for a model run here"),
+        (["--scheme", "int5"], "int5"),
+        (["--device", "cpu"], "device is 'cpu'; accepted: only for a model run here"),
         (["--generation", "temperature"], "accepted: KEY=VALUE"),
     ],
 )

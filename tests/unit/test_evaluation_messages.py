@@ -28,7 +28,9 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch):
 SERVER = ["--base-url", "http://127.0.0.1:9/v1"]
 
 
-@pytest.mark.parametrize("benchmark", [["ruler"], ["gpqa", "--task", job.GPQA_TASKS[0], "--max-tokens", "5"]], ids=str)
+@pytest.mark.parametrize(
+    "benchmark", [["ruler"], ["gpqa", "--task", job.GPQA_TASKS[0], "--max-tokens", "5", "--runs", "1"]], ids=str
+)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -79,3 +81,10 @@ def test_a_record_that_cannot_be_written_leaves_nothing(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"which cannot be written \(No space left on device"):
         job._record(tmp_path, "ruler", setups.InProcess("x"), job.Settings(), "")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("generation", [{}, {"temperature": 0}])
+def test_runs_that_would_all_be_the_same_are_refused(tmp_path, generation):
+    settings = job.Settings(generation=generation)
+    with pytest.raises(ValueError, match="runs is 4 without a temperature; accepted: generation temperature"):
+        job.gpqa(setups.Server(SERVER[1]), tmp_path, task=job.GPQA_TASKS[0], max_tokens=5, settings=settings)
