@@ -8,7 +8,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from kvlab.plots.style import INK, WIDTH, caption, direct_label, layer_ticks, scheme_color, spread, style
+from kvlab.plots.style import (
+    INK,
+    WIDTH,
+    caption,
+    context_label,
+    direct_label,
+    layer_ticks,
+    scheme_color,
+    spread,
+    style,
+)
 
 PER_LAYER = ("int4", "hadamard-int4", "fp8")
 """The three schemes of the write-up, drawn layer by layer."""
@@ -58,7 +68,7 @@ def plot_attention_error(
             figure.suptitle(title, x=0.012, ha="left", fontsize=12)
         marks = "Dots: layers; bar: their mean."
         if published is not None:
-            context = f"{published['model'].iloc[0]}, {published['context'].iloc[0] // 1024}k context"
+            context = f"{published['model'].iloc[0]}, {context_label(published['context'].iloc[0])} context"
             marks += f" Open diamonds: published for {context} (mean over its full-attention layers)."
         caption(figure, f"{marks} {source}")
     return figure

@@ -11,13 +11,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
-from kvlab.plots.style import FAINT, INK, WIDTH, caption, direct_label, scheme_color, spread, style
+from kvlab.plots.style import (
+    FAINT,
+    INK,
+    SETUPS,
+    WIDTH,
+    caption,
+    context_label,
+    direct_label,
+    scheme_color,
+    spread,
+    style,
+)
 
 GB = 10**9
-KIB = 1024
-NAMES = {"fp8": "stock (fp8)", "hadamard-int4": "rotated 4-bit\n(hadamard-int4)"}
-"""Scheme → its label, where it is not its name."""
-
 LABEL_GAP = 0.17
 """How far apart the labels of two lines stay, in decades."""
 
@@ -80,7 +87,7 @@ def plot_session_sizes(
             )
         for context in sizes.index.intersection(list(compare_at)):
             _compare(ax, context, sizes.loc[context, schemes[0]], sizes.loc[context, schemes[-1]])
-        ax.set_xticks(sizes.index, [_context(context) for context in sizes.index])
+        ax.set_xticks(sizes.index, [context_label(context) for context in sizes.index])
         ax.set_xlim(sizes.index[0] / 1.15, sizes.index[-1] * 3.2)
         ax.set(xlabel="context of the session, tokens", ylabel="KV cache of one session, GB (all GPUs)")
         ax.xaxis.set_minor_locator(NullLocator())
@@ -148,7 +155,7 @@ def plot_session_gain(
                 ax.axhline(theirs[context], color=FAINT, linewidth=0.9, linestyle=":")
                 ax.plot(last, theirs[context], "D", markersize=8, markerfacecolor="white", color=INK, clip_on=False)
                 direct_label(ax, last, theirs[context], f"published\n+{theirs[context]:.0%}", INK, offset=(9, 0))
-            ax.set_title(f"{_context(context)} context", fontsize=10)
+            ax.set_title(f"{context_label(context)} context", fontsize=10)
             ax.set_ylabel("more whole sessions\nthan stock")
             ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         for start, end in matching:
@@ -174,7 +181,9 @@ def _name_ends(ax: Axes, ends: pd.Series) -> None:
     """Label the lines at their right ends, apart in the logarithm too."""
     places = spread(np.log10(ends).to_dict(), LABEL_GAP)
     for scheme, place in places.items():
-        direct_label(ax, ends.name, 10**place, NAMES.get(scheme, scheme), scheme_color(scheme))
+        direct_label(
+            ax, ends.name, 10**place, SETUPS.get(scheme, scheme).replace(" (hada", "\n(hada"), scheme_color(scheme)
+        )
 
 
 def _compare(ax: Axes, context: int, first: float, last: float) -> None:
@@ -202,7 +211,3 @@ def _compare(ax: Axes, context: int, first: float, last: float) -> None:
         color=INK,
         fontweight="bold",
     )
-
-
-def _context(tokens: int) -> str:
-    return f"{tokens / KIB**2:g}M" if tokens >= KIB**2 else f"{tokens / KIB:g}k"

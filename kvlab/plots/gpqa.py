@@ -7,8 +7,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvlab.plots.ruler import SETUPS
-from kvlab.plots.style import FAINT, INK, WIDTH, caption, direct_label, scheme_color, signed, style
+from kvlab.plots.style import FAINT, INK, SETUPS, WIDTH, caption, direct_label, scheme_color, signed, style
 
 
 def plot_gpqa(runs: pd.DataFrame, difference: pd.DataFrame, *, source: str = "", title: str | None = None) -> Figure:

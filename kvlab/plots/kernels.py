@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from kvlab.plots.style import FAINT, WIDTH, caption, scheme_color, style
+from kvlab.plots.style import FAINT, WIDTH, caption, context_label, scheme_color, style
 
 FLOOR_SCHEME = "hadamard-int4"
 """The floor drawn is that of its 4.25 bits."""
@@ -25,7 +25,6 @@ SCHEMES = {
 """Scheme → what its line is called, in the legend's order."""
 
 COLUMNS = 4
-KIB = 1024
 MILLISECOND = 1000
 
 
@@ -162,7 +161,7 @@ def _draw_lines(ax: Axes, rows: pd.DataFrame, x: str, names: dict[str, str] | No
 
 def _contexts(ax: Axes, contexts: pd.Series) -> None:
     ticks = sorted(contexts.unique())
-    ax.set_xticks(ticks, [f"{tick // KIB:.0f}k" for tick in ticks])
+    ax.set_xticks(ticks, [context_label(tick) for tick in ticks])
 
 
 def _finish(figure: Figure, grid: object, used: int, *, xlabel: str, ylabel: str, title: str | None) -> None:

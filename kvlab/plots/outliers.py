@@ -7,7 +7,18 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from kvlab.measure.outliers import layers_lowered_by_folding
-from kvlab.plots.style import FAINT, INK, WIDTH, caption, direct_label, layer_ticks, scheme_color, spread, style
+from kvlab.plots.style import (
+    FAINT,
+    INK,
+    WIDTH,
+    caption,
+    context_label,
+    direct_label,
+    layer_ticks,
+    scheme_color,
+    spread,
+    style,
+)
 
 # Rotated keys wear the rotated scheme's colour, plain ones the plain scheme's; hollow means without gain.
 FORM_STYLES = {
@@ -63,7 +74,7 @@ def plot_outliers(
                 color = FORM_STYLES[row["keys"]]["color"]
                 ax.plot(x, row["max_ratio"], "D", markersize=8, markerfacecolor="white", color=color)
                 direct_label(ax, x, row["max_ratio"], f"≤ {row['max_ratio']:g} {row['keys']}", color, offset=(9, 0))
-            head = f"published,\n{published['model'].iloc[0]} at {published['context'].iloc[0] // 1024}k"
+            head = f"published,\n{published['model'].iloc[0]} at {context_label(published['context'].iloc[0])}"
             ax.text(x - 0.015 * span, published["max_ratio"].max() * 1.08, head, va="bottom", fontsize=8, color=INK)
         ax.set(
             xlabel="decoder layer",

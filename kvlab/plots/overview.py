@@ -11,10 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from kvlab.plots.style import INK, WIDTH, caption, direct_label, scheme_color, signed, style
+from kvlab.plots.style import INK, WIDTH, caption, context_label, direct_label, scheme_color, signed, style
 
 STOCK, OURS = "fp8", "hadamard-int4"
-KIB = 1024
 MARKERS = {"published": "D", "computed": "s", "measured": "o"}
 """Kind of number → its mark: open for what others published, filled for what this project did."""
 
@@ -122,7 +121,7 @@ def _in_words(row: dict[str, object]) -> str:
 
 
 def _name(quantity: str, context: object) -> str:
-    return quantity if pd.isna(context) else f"{quantity}\n{context / KIB:.0f}k context"
+    return quantity if pd.isna(context) else f"{quantity}\n{context_label(context)} context"
 
 
 def _shape(kind: str) -> dict[str, object]:

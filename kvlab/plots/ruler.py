@@ -7,12 +7,20 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvlab.plots.style import FAINT, INK, WIDTH, caption, direct_label, scheme_color, signed, spread, style
+from kvlab.plots.style import (
+    FAINT,
+    INK,
+    SETUPS,
+    WIDTH,
+    caption,
+    context_label,
+    direct_label,
+    scheme_color,
+    signed,
+    spread,
+    style,
+)
 
-SETUPS = {"fp8": "stock (fp8)", "hadamard-int4": "rotated INT4 (hadamard-int4)"}
-"""Scheme → what its line is called."""
-
-KIB = 1024
 APART = 2.5
 """Least distance of the two labels, in points."""
 
@@ -41,7 +49,7 @@ def plot_ruler(published: pd.DataFrame, *, source: str = "", title: str | None =
         )
         _draw_scores(scores, published)
         _draw_differences(differences, published)
-        differences.set_xticks(ticks, [f"{context // KIB}k" for context in published["context"]])
+        differences.set_xticks(ticks, [context_label(context) for context in published["context"]])
         # Room for the labels at the lines' ends.
         differences.set_xlim(-0.4, ticks[-1] + 2.1)
         differences.set_xlabel("context, tokens")

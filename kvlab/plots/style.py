@@ -17,6 +17,12 @@ from matplotlib.figure import Figure
 WIDTH = 9.0
 """Width of every figure, in inches."""
 
+SETUPS = {"fp8": "stock (fp8)", "hadamard-int4": "rotated INT4 (hadamard-int4)"}
+"""The two set-ups that the write-up compares, as figures name them."""
+
+KIB = 1024
+"""Contexts are powers of two: 64k is 65,536 tokens."""
+
 INK, FAINT, ERROR = "#222222", "#8c8c8c", "#c1121f"
 
 # Okabe & Ito's colour-blind-safe set, darkened where it must carry text, and Paul Tol's for the rest.
@@ -162,3 +168,8 @@ def save(figure: Figure, stem: Path) -> list[Path]:
         scratch.replace(path)
         paths.append(path)
     return paths
+
+
+def context_label(tokens: float) -> str:
+    """Return a number of tokens as it is read: 65,536 is 64k, 1,048,576 is 1M."""
+    return f"{tokens / KIB**2:g}M" if tokens >= KIB**2 else f"{tokens / KIB:g}k"

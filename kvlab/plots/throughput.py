@@ -8,12 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from kvlab.plots.style import INK, WIDTH, caption, scheme_color, style
+from kvlab.plots.style import INK, SETUPS, WIDTH, caption, context_label, scheme_color, style
 
 STOCK, FULL = "fp8", "full"
-NAMES = {STOCK: "stock", "hadamard-int4": "rotated INT4"}
+NAMES = {scheme: name.partition(" (")[0] for scheme, name in SETUPS.items()}
 """Scheme → its label, where that is not its name."""
-KIB = 1024
 
 BATCHED, PER_SESSION = "tokens_per_s", "tokens_per_s_per_session"
 AXIS = {BATCHED: "batched, tokens/s", PER_SESSION: "per session, tokens/s"}
@@ -76,7 +75,7 @@ def plot_throughput(
                 _label_ends(ax, here, quantity)
             _compare_full(column[0], here)
             _compare_same_batch(column[1], here)
-            column[0].set_title(f"{context // KIB}k context", fontsize=10)
+            column[0].set_title(f"{context_label(context)} context", fontsize=10)
             column[1].set_xlabel("sessions")
         for ax, label in zip(grid[:, 0], AXIS.values(), strict=True):
             ax.set_ylabel(label)
@@ -169,7 +168,7 @@ def _left_out(rows: pd.DataFrame) -> str:
     """Name what was timed and does not count."""
     out = rows[~rows["counts"]]
     names = [
-        f"{row['scheme']}, {row['context'] // KIB}k, {row['point']} sessions ({row['reason']})"
+        f"{row['scheme']}, {context_label(row['context'])}, {row['point']} sessions ({row['reason']})"
         for row in out.head(NAMED).to_dict("records")
     ]
     if len(out) > NAMED:
