@@ -151,6 +151,8 @@ def _setup(rest: typer.Context, scheme: list[str] | None, tensor_parallel: list[
 
 def _as_typed(context: typer.Context) -> str:
     """Return the command with the options that were given."""
+    from kvlab.serving.throughput.job import without_secrets
+
     words = context.command_path.split()
     for parameter in context.command.params:
         value = context.params[parameter.name]
@@ -160,7 +162,7 @@ def _as_typed(context: typer.Context) -> str:
                 words += name
             elif one not in (None, False, parameter.default):
                 words += [*name, str(one)]
-    return shlex.join([*words, *context.args])
+    return shlex.join([*words, *without_secrets(context.args)])
 
 
 def _print(table: pd.DataFrame, *, as_json: bool) -> None:

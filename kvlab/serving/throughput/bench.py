@@ -23,6 +23,7 @@ from kvlab.serving.throughput.job import (
     decode_arguments,
     engine_arguments,
     max_num_seqs,
+    without_secrets,
 )
 from kvlab.serving.throughput.process import run_job
 from kvlab.serving.throughput.table import PointTable
@@ -138,7 +139,7 @@ class Setup:
             "weights": self.weights,
             "cache_gb": self.cache_gb,
             "calibration": None if self.calibration is None else str(self.calibration),
-            "arguments": list(self.arguments),
+            "arguments": without_secrets(self.arguments),
         }
         return PointTable(self.out, columns=columns, key=key, settings=shared | settings, notes=notes)
 

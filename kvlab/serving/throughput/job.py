@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ CONNECTOR = {
     "kv_role": "kv_both",
     "kv_connector_module_path": "kvlab.serving.throughput.fill",
 }
+SECRETS, SECRET = re.compile("-(token|key)$"), "…"
+"""Options whose values are nobody's but the user's, and what a table shows for them."""
 WEIGHTS = "kvlab.serving.throughput.weights"
 
 
@@ -143,6 +146,20 @@ def max_num_seqs(arguments: Sequence[str]) -> int | None:
         return parser.parse_known_args(list(arguments))[0].max_num_seqs
     except argparse.ArgumentError as error:
         raise ValueError(f"arguments have a wrong --max-num-seqs ({error.message}); accepted: an integer") from None
+
+
+def without_secrets(arguments: Sequence[str]) -> list[str]:
+    """Return vLLM's arguments as a table may show them: values of options named after a token or a key are dots."""
+    shown, is_secret = [], False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_option = name.startswith("--")
+        if is_secret and not is_option:
+            shown.append(SECRET)
+            continue
+        is_secret = is_option and bool(SECRETS.search(name))
+        shown.append(f"{name}={SECRET}" if is_secret and equals else argument)
+    return shown
 
 
 def decode_arguments(sessions: Sequence[int | str], *, most: int | None = None) -> list[str]:

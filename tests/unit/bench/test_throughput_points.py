@@ -304,3 +304,21 @@ def test_without_vllm_the_command_says_how_to_install_it(capsys, model, monkeypa
 def test_a_setup_does_not_change(model):
     with pytest.raises(dataclasses.FrozenInstanceError):
         setup(model).model = "other"
+
+
+def test_a_table_shows_no_secrets():
+    typed = [
+        "--hf-token",
+        "abc",
+        "--api-key=def",
+        "--seed",
+        "1",
+        "--max-num-batched-tokens",
+        "8192",
+        "--api-key",
+        "x",
+        "y",
+    ]
+    assert job.without_secrets(typed) == [
+        *("--hf-token", "…", "--api-key=…", "--seed", "1", "--max-num-batched-tokens", "8192", "--api-key", "…", "…"),
+    ]
