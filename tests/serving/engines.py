@@ -29,6 +29,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    # Seconds; by default a server closes a connection that was idle for 5, on a slow machine just as a client uses it.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
 }
 
 draw = random.Random(0)
