@@ -7,7 +7,7 @@ if not torch.cuda.is_available():
     # Triton reads it when it is imported, by whichever test comes first.
     os.environ["TRITON_INTERPRET"] = "1"
 
-REPORT = pytest.StashKey[list[str]]()
+REPORT = "report"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,11 +20,15 @@ def one_thread():
 
 
 @pytest.fixture
-def report(pytestconfig):
-    """Takes a line of figures for the end of the run."""
-    return pytestconfig.stash.setdefault(REPORT, []).append
+def report(record_property):
+    """Takes a line of figures for the end of the run; a property, which comes from other processes too."""
+    return lambda line: record_property(REPORT, line)
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    for line in config.stash.get(REPORT, []):
-        terminalreporter.write_line(line)
+def pytest_terminal_summary(terminalreporter):
+    for reports in terminalreporter.stats.values():
+        for each in reports:
+            if getattr(each, "when", None) == "call":
+                for name, line in each.user_properties:
+                    if name == REPORT:
+                        terminalreporter.write_line(line)

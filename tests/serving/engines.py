@@ -31,6 +31,9 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     # Seconds; by default a server closes a connection that was idle for 5, on a slow machine just as a client uses it.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
+    # glibc keeps a freed buffer of up to 32 MB where it was mapped once, or not: a server's memory would go up and down
+    # by as much. Bytes; set, it is fixed, and larger buffers return to the system at once.
+    "MALLOC_MMAP_THRESHOLD_": "4194304",
 }
 
 draw = random.Random(0)
