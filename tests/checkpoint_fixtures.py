@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvlab.models.dequantize import dequantize
-from kvlab.models.kolibri1_config import kolibri1_config
+from kvlab.models.kolibri1_config import disk_config, kolibri1_config
 from kvlab.models.kolibri1_layout import SCALE_SUFFIX, embedding_specs, head_specs, layer_specs
 
 INDEX = "model.safetensors.index.json"
@@ -55,27 +55,6 @@ def _parts(source):
     for index in range(config.num_hidden_layers):
         yield layer_specs(config, index), source.layer(index)
     yield head_specs(config), source.head()
-
-
-def disk_config(config, dtype="fp8"):
-    """The fields of ``config.json`` as the release spells them."""
-    fields = config.to_dict()
-    rope = fields.pop("rope_parameters")
-    fields |= {
-        "architectures": ["Kolibri1ForCausalLM"],
-        "rope_theta": rope["rope_theta"],
-        "use_sliding_window": True,
-        "dtype": "bfloat16",
-        "head_dtype": "float32",
-    }
-    if dtype == "fp8":
-        fields["quantization_config"] = {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-            "modules_to_not_convert": [f"model.layers.{i}.mlp.gate" for i in range(config.num_hidden_layers)],
-        }
-    return fields
 
 
 def write_checkpoint(folder, source, num_shards=3, dtype="fp8"):

@@ -128,6 +128,44 @@ def parse_config(raw: dict[str, Any], where: str) -> Kolibri1Config:
     return config
 
 
+def disk_config(config: Kolibri1Config, dtype: str = "fp8") -> dict[str, Any]:
+    """Return the fields of a ``config.json`` as the release's two repositories spell them.
+
+    Parameters
+    ----------
+    config
+        The model's.
+    dtype
+        What the projections are stored in: "fp8" or "bf16".
+
+    Raises
+    ------
+    ValueError
+        Another ``dtype``.
+    """
+    if dtype not in ("fp8", "bf16"):
+        raise ValueError(f"dtype is {dtype!r}; accepted: 'fp8', 'bf16'")
+    fields = config.to_dict()
+    # Of the transformers that runs here, not of the model.
+    fields.pop("transformers_version", None)
+    rope = fields.pop("rope_parameters")
+    fields |= {
+        "architectures": ["Kolibri1ForCausalLM"],
+        "rope_theta": rope["rope_theta"],
+        "use_sliding_window": True,
+        "dtype": "bfloat16",
+        "head_dtype": "float32",
+    }
+    if dtype == "fp8":
+        fields["quantization_config"] = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": BLOCK_SIZE,
+            "modules_to_not_convert": [f"model.layers.{i}.mlp.gate" for i in range(config.num_hidden_layers)],
+        }
+    return fields
+
+
 def _check_rope(raw: dict[str, Any], where: str) -> None:
     rope = raw.get("rope_parameters")
     if not isinstance(rope, dict | None):
@@ -187,14 +225,6 @@ def _check_model(config: Kolibri1Config, where: str) -> None:
         )
     if config.hidden_act not in ACT2FN:
         raise ValueError(f"{where} has hidden_act {config.hidden_act!r}; accepted: one of transformers' activations")
-    kinds = ["default", *ROPE_INIT_FUNCTIONS]
-    if config.rope_parameters.get("rope_type") not in kinds:
-        found = config.rope_parameters.get("rope_type")
-        raise ValueError(f"{where} has rope_type {found!r} in rope_parameters; accepted: {', '.join(kinds)}")
-    kinds = ["default", *ROPE_INIT_FUNCTIONS]
-    if config.rope_parameters.get("rope_type") not in kinds:
-        found = config.rope_parameters.get("rope_type")
-        raise ValueError(f"{where} has rope_type {found!r} in rope_parameters; accepted: {', '.join(kinds)}")
     kinds = ["default", *ROPE_INIT_FUNCTIONS]
     if config.rope_parameters.get("rope_type") not in kinds:
         found = config.rope_parameters.get("rope_type")

@@ -11,7 +11,6 @@ pytest.importorskip("vllm", reason="needs vLLM: .ci/install-serving-cpu installs
 pytest.importorskip("aleph_alpha_inference", reason="needs the model's own plugin")
 
 import transformers
-from checkpoint_fixtures import disk_config
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
@@ -29,7 +28,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.request import Request
 
 from kvlab.capacity import GB, capacity_table
-from kvlab.models.kolibri1_config import kolibri1_config
+from kvlab.models.kolibri1_config import disk_config, kolibri1_config
 from kvlab.paging import FULL, LINEAR, SLIDING, plan_cache
 from kvlab.serving.attention import Int4Attention
 from kvlab.serving.backend import Int4Backend

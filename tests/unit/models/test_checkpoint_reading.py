@@ -4,12 +4,12 @@ import json
 import huggingface_hub
 import pytest
 import torch
-from checkpoint_fixtures import disk_config, disk_tensors, tiny_config, write_checkpoint
+from checkpoint_fixtures import disk_tensors, tiny_config, write_checkpoint
 from transformers import Kolibri1ForCausalLM
 from transformers.models.kolibri1.modeling_kolibri1 import Kolibri1DecoderLayer
 
 from kvlab.models.checkpoint import CheckpointFiles, open_checkpoint
-from kvlab.models.kolibri1_config import config_hash, kolibri1_config
+from kvlab.models.kolibri1_config import config_hash, disk_config, kolibri1_config
 from kvlab.models.random_weights import RandomWeights
 
 pytestmark = pytest.mark.unit
