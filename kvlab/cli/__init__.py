@@ -18,7 +18,7 @@ from kvlab.cli import study  # noqa: F401
 from kvlab.cli import capacity, serve  # noqa: F401
 
 # isort: split
-from kvlab.cli import bench, compare, evaluation, report  # noqa: F401
+from kvlab.cli import bench, compare, evaluation, report, testbed  # noqa: F401
 
 
 def main(arguments: list[str] | None = None) -> None:

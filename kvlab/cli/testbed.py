@@ -1,0 +1,94 @@
+"""How the testbed is made: text, preparation, training, weights, scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvlab.cli.app import app
+
+testbed_app = typer.Typer(help="Train the testbed, a small model of Kolibri-1's architecture.", no_args_is_help=True)
+app.add_typer(testbed_app, name="testbed")
+
+PreparedOption = Annotated[Path, typer.Option(help="Folder that `kvlab testbed prepare` wrote.")]
+RunOption = Annotated[Path, typer.Option(help="Folder of the training run.")]
+
+
+@testbed_app.command()
+def text(
+    packages: Annotated[Path, typer.Option(help="Folder for the Debian packages; those already there are used.")],
+    out: Annotated[Path, typer.Option(help="File for the text, JSON lines.")],
+) -> None:
+    """Fetch the documentation that the testbed reads, and make plain text of it."""
+    from kvlab.testbed.corpus import fetch, write_text
+
+    fetch(packages)
+    write_text(packages, out)
+
+
+@testbed_app.command()
+def prepare(
+    text: Annotated[Path, typer.Option(help="From `kvlab testbed text`.")],
+    out: Annotated[Path, typer.Option(help="Folder for tokenizer, tokens and parts of tasks.")],
+) -> None:
+    """Train the tokenizer and tokenize the text; the parts of tasks come from lm-evaluation-harness."""
+    from kvlab.testbed.prepared import prepare as write
+    from kvlab.testbed.task_parts import read_parts
+
+    write(text, out, read_parts())
+
+
+@testbed_app.command()
+def train(
+    prepared: PreparedOption,
+    out: RunOption,
+    minutes: Annotated[float | None, typer.Option(help="Stop after so many; run again to go on.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that draw the data.")] = 12,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+) -> None:
+    """Train, or go on where the last call stopped."""
+    from kvlab.testbed.config import TrainingPlan
+    from kvlab.testbed.training import train as run
+
+    plan = TrainingPlan()
+    progress = run(prepared, out, plan=plan, device=device, minutes=minutes, workers=workers)
+    typer.echo(f"{progress.step} of {plan.steps} steps in {progress.seconds:.0f} s; {out}")
+
+
+@testbed_app.command()
+def export(
+    run: RunOption,
+    prepared: PreparedOption,
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoint.")],
+    dtype: Annotated[str, typer.Option(help="fp8, as the release, or bf16.")] = "fp8",
+) -> None:
+    """Write a run's weights in the release's format, with the tokenizer."""
+    from kvlab.testbed.export import export as write
+    from kvlab.testbed.prepared import read_prepared
+    from kvlab.testbed.training import read_model
+
+    opened = read_prepared(prepared)
+    write(read_model(run), out, dtype=dtype)
+    opened.copy_tokenizer(out)
+
+
+@testbed_app.command()
+def score(
+    run: RunOption,
+    prepared: PreparedOption,
+    out: Annotated[Path, typer.Option(help="Folder for the tables.")],
+    length: Annotated[list[int], typer.Option(min=1024, help="Tokens of a prompt; may be repeated.")],
+    task: Annotated[list[str], typer.Option(help="A task, as niah_single; may be repeated.")],
+    prompts: Annotated[int, typer.Option(min=1, help="Of each task and length.")] = 500,
+    text_length: Annotated[int, typer.Option(min=2, help="Tokens of a stretch of held-out text.")] = 8192,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+) -> None:
+    """Measure a run: held-out text beside xz, tasks with everything in view and with the distant keys hidden."""
+    from kvlab.testbed.scoring import write_scores
+
+    for path in write_scores(
+        run, prepared, out, tasks=task, lengths=length, prompts=prompts, text_length=text_length, device=device
+    ):
+        typer.echo(path)

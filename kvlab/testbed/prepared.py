@@ -1,0 +1,147 @@
+"""Text and tasks made ready for training: a tokenizer, token ids, and what tasks are made of."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvlab.testbed.config import VOCABULARY, default_config
+from kvlab.testbed.samples import END
+from kvlab.testbed.tokenizer import train_tokenizer, write_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+LANGUAGES = ("en", "de")
+SPLITS = ("train", "held_out")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+PARTS = "task_parts.json"
+BATCH = 256
+"""Texts that are tokenized at once."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared folder, opened.
+
+    Attributes
+    ----------
+    folder
+        From `prepare`.
+    """
+
+    folder: Path
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+
+    @cached_property
+    def parts(self) -> dict[str, Any]:
+        """What synthetic tasks are made of."""
+        return json.loads((self.folder / PARTS).read_text())
+
+    @cached_property
+    def _tokens(self) -> dict[str, np.ndarray]:
+        return {
+            f"{split}-{language}": np.load(self.folder / f"{split}-{language}.npy", mmap_mode="r")
+            for split in SPLITS
+            for language in LANGUAGES
+        }
+
+    def tokens(self, split: str, language: str) -> np.ndarray:
+        """Return all tokens of a language, uint16; documents end with the end token."""
+        return self._tokens[f"{split}-{language}"]
+
+    def text(self, rng: random.Random, length: int, split: str = "train") -> np.ndarray:
+        """Draw a stretch of ``length`` tokens of natural text, both languages equally often; uint16."""
+        tokens = self.tokens(split, rng.choice(LANGUAGES))
+        start = rng.randrange(len(tokens) - length)
+        return np.asarray(tokens[start : start + length])
+
+    def passage(self, rng: random.Random, tokens: int) -> str:
+        """Draw a stretch of natural text of about as many tokens, as text."""
+        ids = self.text(rng, tokens)
+        # An end of a text within a passage would end the task.
+        return self.tokenizer.decode(ids[ids != self.tokenizer.token_to_id(END)].tolist())
+
+    def copy_tokenizer(self, out: Path) -> None:
+        """Copy the tokenizer's files to a checkpoint's folder."""
+        for name in TOKENIZER_FILES:
+            shutil.copyfile(self.folder / name, out / name)
+
+
+def prepare(text: Path, out: Path, parts: dict[str, Any]) -> None:
+    """Train the tokenizer and tokenize the text.
+
+    Parameters
+    ----------
+    text
+        JSON lines from `kvlab.testbed.corpus.write_text`.
+    out
+        A folder; gets the tokenizer's two files, ``{train,held_out}-{en,de}.npy`` (uint16) and ``task_parts.json``.
+    parts
+        From `kvlab.testbed.task_parts.read_parts`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(_training_texts(text, parts), VOCABULARY)
+    write_tokenizer(tokenizer, out, longest=default_config().max_position_embeddings)
+    for split in SPLITS:
+        for language in LANGUAGES:
+            np.save(out / f"{split}-{language}.npy", _tokenized(tokenizer, text, split, language))
+    (out / PARTS).write_text(json.dumps(parts))
+
+
+def _training_texts(text: Path, parts: dict[str, Any]) -> Iterator[str]:
+    for document in read_documents(text):
+        if not document["held_out"]:
+            yield document["text"]
+    # What tasks take their keys from, so that the frequent pieces of these words are tokens.
+    yield from (" ".join(words) for words in parts["words"].values())
+
+
+def read_documents(text: Path) -> Iterator[dict[str, Any]]:
+    """Yield the documents of a file of JSON lines."""
+    with text.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def _tokenized(tokenizer: Tokenizer, text: Path, split: str, language: str) -> np.ndarray:
+    end = [tokenizer.token_to_id(END)]
+    chosen = [
+        document["text"]
+        for document in read_documents(text)
+        if document["language"] == language and document["held_out"] == (split == "held_out")
+    ]
+    pieces = []
+    for start in range(0, len(chosen), BATCH):
+        for encoding in tokenizer.encode_batch(chosen[start : start + BATCH]):
+            pieces += [encoding.ids, end]
+    return np.concatenate([np.asarray(piece, dtype=np.uint16) for piece in pieces])
+
+
+def read_prepared(folder: Path) -> Prepared:
+    """Open a folder from `prepare`.
+
+    Raises
+    ------
+    ValueError
+        Something is missing in it.
+    """
+    wanted = [*TOKENIZER_FILES, PARTS, *(f"{split}-{language}.npy" for split in SPLITS for language in LANGUAGES)]
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"folder is {str(folder)!r}, which lacks {', '.join(missing)}; accepted: one from prepare")
+    return Prepared(folder)
