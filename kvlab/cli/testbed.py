@@ -9,11 +9,12 @@ import typer
 
 from kvlab.cli.app import app
 
-testbed_app = typer.Typer(help="Train the testbed, a small model of Kolibri-1's architecture.", no_args_is_help=True)
+testbed_app = typer.Typer(help="Make the testbed, a small model of Kolibri-1's architecture.", rich_markup_mode=None)
 app.add_typer(testbed_app, name="testbed")
 
 PreparedOption = Annotated[Path, typer.Option(help="Folder that `kvlab testbed prepare` wrote.")]
 RunOption = Annotated[Path, typer.Option(help="Folder of the training run.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")]
 
 
 @testbed_app.command()
@@ -34,9 +35,12 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Folder for tokenizer, tokens and parts of tasks.")],
 ) -> None:
     """Train the tokenizer and tokenize the text; the parts of tasks come from lm-evaluation-harness."""
+    from kvlab.testbed.prepared import check_text
     from kvlab.testbed.prepared import prepare as write
     from kvlab.testbed.task_parts import read_parts
 
+    # Before the parts, which take a minute.
+    check_text(text)
     write(text, out, read_parts())
 
 
@@ -44,9 +48,9 @@ def prepare(
 def train(
     prepared: PreparedOption,
     out: RunOption,
-    minutes: Annotated[float | None, typer.Option(help="Stop after so many; run again to go on.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after so many; run again to go on.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that draw the data.")] = 12,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    device: DeviceOption = None,
 ) -> None:
     """Train, or go on where the last call stopped."""
     from kvlab.testbed.config import TrainingPlan
@@ -83,7 +87,7 @@ def score(
     task: Annotated[list[str], typer.Option(help="A task, as niah_single; may be repeated.")],
     prompts: Annotated[int, typer.Option(min=1, help="Of each task and length.")] = 500,
     text_length: Annotated[int, typer.Option(min=2, help="Tokens of a stretch of held-out text.")] = 8192,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    device: DeviceOption = None,
 ) -> None:
     """Measure a run: held-out text beside xz, tasks with everything in view and with the distant keys hidden."""
     from kvlab.testbed.scoring import write_scores

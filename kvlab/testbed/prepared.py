@@ -93,7 +93,13 @@ def prepare(text: Path, out: Path, parts: dict[str, Any]) -> None:
         A folder; gets the tokenizer's two files, ``{train,held_out}-{en,de}.npy`` (uint16) and ``task_parts.json``.
     parts
         From `kvlab.testbed.task_parts.read_parts`.
+
+    Raises
+    ------
+    ValueError
+        `check_text` refuses the file, or it has too little text for the vocabulary.
     """
+    check_text(text)
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(_training_texts(text, parts), VOCABULARY)
     write_tokenizer(tokenizer, out, longest=default_config().max_position_embeddings)
@@ -101,6 +107,25 @@ def prepare(text: Path, out: Path, parts: dict[str, Any]) -> None:
         for language in LANGUAGES:
             np.save(out / f"{split}-{language}.npy", _tokenized(tokenizer, text, split, language))
     (out / PARTS).write_text(json.dumps(parts))
+
+
+def check_text(text: Path) -> None:
+    """Check that a file holds documents of `kvlab.testbed.corpus.write_text`, by its first line.
+
+    Raises
+    ------
+    ValueError
+        There is no such file, or it holds something else.
+    """
+    wanted = {"language", "held_out", "text"}
+    try:
+        first = next(read_documents(text), None)
+    except OSError as error:
+        raise ValueError(f"text is {str(text)!r} ({error.strerror}); accepted: a file of kvlab testbed text") from None
+    except ValueError:
+        first = None
+    if not isinstance(first, dict) or not wanted <= first.keys():
+        raise ValueError(f"text is {str(text)!r}, which holds no documents; accepted: a file of kvlab testbed text")
 
 
 def _training_texts(text: Path, parts: dict[str, Any]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import Kolibri1ForCausalLM
 
+from kvlab.capture_job import choose_device
 from kvlab.provenance import machine, today, versions
 from kvlab.testbed.model import attention_masks
 from kvlab.testbed.prepared import LANGUAGES, Prepared, read_prepared
@@ -166,7 +167,7 @@ def write_scores(
     lengths: Sequence[int],
     prompts: int,
     text_length: int,
-    device: str,
+    device: str | None = None,
     seed: int = 0,
 ) -> list[Path]:
     """Measure a run and write ``testbed_text.csv`` and ``testbed_tasks.csv``, with machine, versions and date.
@@ -177,13 +178,13 @@ def write_scores(
     Raises
     ------
     ValueError
-        There is no run or no prepared folder, or no task of a name.
+        There is no run, no prepared folder or no such device, or no task of a name.
     """
     for name in tasks:
         if name not in TASKS:
             raise ValueError(f"task is {name!r}; accepted: {', '.join(TASKS)}")
     opened = read_prepared(prepared)
-    model = read_model(run, training=True).to(device)
+    model = read_model(run, training=True).to(choose_device(device))
     window = model.config.sliding_window
     tables = {
         "testbed_text": held_out_text(model, opened, length=text_length),

@@ -17,9 +17,11 @@ from torch import nn
 from torch.nn import functional
 from tqdm import tqdm
 
+from kvlab.capture_job import choose_device
 from kvlab.testbed.batches import ANSWER, TEXT, batches
 from kvlab.testbed.config import TrainingPlan, default_config
 from kvlab.testbed.model import attention_masks, balance, training_model
+from kvlab.testbed.prepared import read_prepared
 
 if TYPE_CHECKING:
     from transformers import Kolibri1Config, Kolibri1ForCausalLM
@@ -59,7 +61,7 @@ def train(
     *,
     plan: TrainingPlan | None = None,
     config: Kolibri1Config | None = None,
-    device: str = "cuda",
+    device: str | None = None,
     minutes: float | None = None,
     workers: int = 12,
     compiled: bool = True,
@@ -77,7 +79,7 @@ def train(
     config
         What to train; `default_config`'s.
     device
-        Where.
+        Where; None is CUDA where there is one.
     minutes
         After how many to stop, with everything written; None runs to the end.
     workers
@@ -88,9 +90,10 @@ def train(
     Raises
     ------
     ValueError
-        ``out`` holds a training of another plan or model.
+        ``prepared`` or the device is none, or ``out`` holds a training of another plan or model.
     """
-    plan, config = plan or TrainingPlan(), config or default_config()
+    plan, config, device = plan or TrainingPlan(), config or default_config(), choose_device(device)
+    read_prepared(prepared)
     out.mkdir(parents=True, exist_ok=True)
     model = training_model(config, plan.seed).to(device)
     model.train()

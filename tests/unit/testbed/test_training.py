@@ -247,3 +247,27 @@ def test_scores_of_no_task_are_refused(folder, trained, tmp_path):
             device="cpu",
         )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"\(No such file or directory\)"),
+        ("", ", which holds no documents"),
+        ("{", ", which holds no documents"),
+        ('{"text": ""}\n', ", which holds no documents"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused(content, message, tmp_path):
+    path = tmp_path / "text.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=rf"^text is .*{message}; accepted: a file of kvlab testbed text$"):
+        prepare(path, tmp_path / "out", PARTS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_data_is_refused_and_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match=r"which lacks tokenizer.json, .*; accepted: one from prepare$"):
+        train(tmp_path / "nothing", tmp_path / "out", device="cpu")
+    assert not (tmp_path / "out").exists()
