@@ -10,12 +10,15 @@ from matplotlib.figure import Figure
 from kvlab import capacity, plots, provenance
 from kvlab.models.kolibri1_config import kolibri1_config
 from kvlab.overview import overview_source, overview_table
+from kvlab.step_model import step_model_table
 from kvlab.tables import WRITE_UP, data_folder, measured, published
 
 CONTEXTS = tuple(2**power for power in range(12, 21))
 """Tokens, 4k to 1M."""
 CACHE_GB = (20, 40)
 """Of each of the write-up's 80 GB GPUs: what some 40 GB of weights and the rest of the server can leave."""
+STEP_CONTEXT, STEP_SESSIONS = 65_536, (1, 8, 32, 64)
+"""Tokens, the write-up's shorter context, and sessions of the steps whose parts are drawn."""
 THROUGHPUT = "throughput_h200"
 """The whole engine's, which takes GPUs that not every release had: drawn once it is in ``data/measured``."""
 
@@ -23,12 +26,14 @@ THROUGHPUT = "throughput_h200"
 def standing_tables() -> dict[str, pd.DataFrame]:
     """Return the numbers of these figures by the figures' names."""
     kernels = measured("kernels_h200")
+    steps = step_model_table(kernels, STEP_CONTEXT, tp=2)
     there = (data_folder() / "measured" / f"{THROUGHPUT}.csv").is_file()
     throughput = {"throughput": measured(THROUGHPUT)} if there else {}
     return {
         "overview": overview_table(kernels, **throughput),
         **throughput,
         **{f"kernels_{kernel}": kernels[kernels["kernel"].isin(["copy", kernel])] for kernel in ("decode", "store")},
+        "step_model": steps[steps["sessions"].isin(STEP_SESSIONS)],
         "capacity": capacity.session_table(CONTEXTS, tp=2),
         "capacity_gain": capacity.gain_table(published("capacity")["context"], CACHE_GB, tp=2),
         "ruler": published("ruler"),
@@ -53,6 +58,12 @@ def draw_standing(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
         ),
         "kernels_store": plots.plot_store_times(
             store, title="From the projection to the cache: time against new tokens", source=plots.run_of(store)
+        ),
+        "step_model": plots.plot_step_model(
+            tables["step_model"],
+            throughput,
+            title="Where a decode step's time goes, Kolibri-1",
+            source=plots.run_of(decode),
         ),
         "capacity": plots.plot_session_sizes(
             tables["capacity"],

@@ -10,6 +10,7 @@ from kvlab.plots.overview import plot_overview
 from kvlab.plots.rounding import plot_rounding
 from kvlab.plots.ruler import plot_ruler
 from kvlab.plots.seeds import plot_seed_spread
+from kvlab.plots.step_model import plot_step_model
 from kvlab.plots.style import save, scheme_color, style
 from kvlab.plots.throughput import plot_throughput
 
@@ -25,6 +26,7 @@ __all__ = [
     "plot_seed_spread",
     "plot_session_gain",
     "plot_session_sizes",
+    "plot_step_model",
     "plot_store_times",
     "plot_throughput",
     "run_of",

@@ -21,6 +21,7 @@ NAMES = (
     "overview",
     "rounding",
     "ruler",
+    "step_model",
 )
 
 

@@ -16,6 +16,7 @@ FIGURES = {
     "04-loss",
     "07-kernels",
     "08-capacity",
+    "09-throughput",
     "10-ruler",
     "11-gpqa",
     "12-overview",

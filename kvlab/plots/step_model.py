@@ -1,0 +1,123 @@
+"""Figure: what a decode step reads and takes, stock beside rotated INT4, part by part."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvlab.plots.style import INK, SETUPS, WIDTH, caption, context_label, scheme_color, style
+from kvlab.step_model import KERNEL
+
+PARTS = {
+    "experts": ("experts", "#c9c4b5"),
+    "projections": ("projections", "#ded9cb"),
+    "head": ("LM head", "#b5b0a2"),
+    "sliding cache": ("sliding-window cache", "#a09b8e"),
+}
+"""Part that both set-ups have in common → what it is called, and its colour."""
+
+BAR, GAP = 0.36, 0.04
+"""Height of a bar and the gap between the two of a pair, where pairs are 1 apart."""
+POINTS = {"textcoords": "offset points"}
+LEAST = 0.05
+"""Share of the axis below which a part is not named in its bar."""
+
+
+def plot_step_model(
+    table: pd.DataFrame, measured: pd.DataFrame | None = None, *, source: str = "", title: str | None = None
+) -> Figure:
+    """Draw a bar for each scheme and number of sessions: the parts of a decode step, one after the other.
+
+    Parameters
+    ----------
+    table
+        From `kvlab.step_model.step_model_table`, of one context.
+    measured
+        From ``kvlab bench throughput``: whole steps of the same context and number of GPUs, drawn as diamonds.
+    source
+        Caption: machine, versions, date.
+    title
+        Above the bars.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Grey what both have in common; in the scheme's colour the full-attention layers: reading the cache at the speed
+        of a copy, and behind it, lighter, what the measured kernel takes beyond that.
+    """
+    sessions = sorted(table["sessions"].unique())
+    schemes = list(dict.fromkeys(table["scheme"]))
+    first = table.iloc[0]
+    with style():
+        figure, ax = plt.subplots(figsize=(WIDTH, 1.6 + 0.72 * len(sessions)), layout="constrained")
+        longest = table.groupby(["scheme", "sessions"])["ms"].sum().max()
+        for place, number in enumerate(sessions):
+            for side, scheme in enumerate(schemes):
+                y = place + (side - (len(schemes) - 1) / 2) * (BAR + GAP)
+                rows = table[(table["sessions"] == number) & (table["scheme"] == scheme)].set_index("part")["ms"]
+                end = _draw_bar(ax, y, rows, scheme, longest)
+                ax.annotate(f"{end:.1f} ms", (end, y), xytext=(4, 0), **POINTS, va="center", fontsize=8.5, color=INK)
+        if measured is not None:
+            _draw_measured(ax, measured, first, sessions, schemes)
+        ax.set_yticks(range(len(sessions)), [f"{number} session{'s' if number > 1 else ''}" for number in sessions])
+        ax.invert_yaxis()
+        ax.set(xlim=(0, longest * 1.1), xlabel=f"time of a decode step at {context_label(first['context'])}, ms")
+        ax.tick_params(axis="y", length=0)
+        ax.spines["left"].set_visible(False)
+        _label_schemes(ax, sessions, schemes, table)
+        if title:
+            ax.set_title(title)
+        grey = ", ".join(name for name, _ in PARTS.values())
+        diamonds = "; diamonds: whole steps as measured" if measured is not None else ""
+        caption(
+            figure,
+            f"Per GPU, TP{first['tensor_parallel']}. Computed: the bytes that a step reads, at the speed of a copy. "
+            f"Grey, from the left: {grey}; experts chosen evenly. Measured: what the attention kernels take beyond "
+            f"that (lighter){diamonds}. {source}",
+        )
+    return figure
+
+
+def _draw_bar(ax: Axes, y: float, rows: pd.Series, scheme: str, longest: float) -> float:
+    left = 0.0
+    colour = scheme_color(scheme)
+    own = {"full cache": ("full-attention cache", colour, 1.0), KERNEL: ("kernel", colour, 0.45)}
+    for part, (name, color, alpha) in ({part: (*shown, 1.0) for part, shown in PARTS.items()} | own).items():
+        width = max(0.0, rows.get(part, 0.0))
+        ax.barh(y, width, BAR, left=left, color=color, alpha=alpha, linewidth=0)
+        if width > 3 * LEAST * longest or (width > LEAST * longest and part == KERNEL):
+            ink = "white" if part == "full cache" else INK
+            ax.text(left + width / 2, y, name, ha="center", va="center", fontsize=8, color=ink)
+        left += width
+    return left
+
+
+def _draw_measured(ax: Axes, measured: pd.DataFrame, first: pd.Series, sessions: list[int], schemes: list[str]) -> None:
+    rows = measured[measured["counts"] & (measured["context"] == first["context"])]
+    rows = rows[rows["tensor_parallel"] == first["tensor_parallel"]]
+    for row in rows.itertuples():
+        if row.sessions in sessions and row.scheme in schemes:
+            y = sessions.index(row.sessions) + (schemes.index(row.scheme) - (len(schemes) - 1) / 2) * (BAR + GAP)
+            ax.plot(
+                1e3 * row.sessions / row.tokens_per_s, y, "D", color=scheme_color(row.scheme), markeredgecolor="white"
+            )
+
+
+def _label_schemes(ax: Axes, sessions: list[int], schemes: list[str], table: pd.DataFrame) -> None:
+    """Name the two bars of a pair that leaves room behind it."""
+    place = min(1, len(sessions) - 1)
+    ends = table[table["sessions"] == sessions[place]].groupby("scheme")["ms"].sum()
+    for side, scheme in enumerate(schemes):
+        y = place + (side - (len(schemes) - 1) / 2) * (BAR + GAP)
+        ax.annotate(
+            SETUPS.get(scheme, scheme),
+            (ends[scheme], y),
+            xytext=(52, 0),
+            **POINTS,
+            va="center",
+            fontsize=9,
+            color=scheme_color(scheme),
+            annotation_clip=False,
+        )
