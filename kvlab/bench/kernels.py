@@ -27,6 +27,7 @@ from kvlab.bench.cases import (
     store_cases,
 )
 from kvlab.bench.timing import CudaClock
+from kvlab.paths import written_whole
 
 if TYPE_CHECKING:
     from kvlab.kernels.prefill import Flash
@@ -210,12 +211,8 @@ def write_table(table: pd.DataFrame, notes: Iterable[str], path: Path) -> None:
         ``path`` cannot be written.
     """
     comments = HEADER + "".join(f"# {note}\n" for note in notes)
-    temporary = path.with_name(f".{path.name}.part")
-    try:
-        temporary.write_text(comments + table.to_csv(index=False, float_format="%.5g"), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with written_whole(path) as scratch:
+        scratch.write_text(comments + table.to_csv(index=False, float_format="%.5g"), encoding="utf-8")
 
 
 def as_text(table: pd.DataFrame, notes: Iterable[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import save
 
 from kvlab.calibrate.compose import calibrated_scheme, rotation_of
 from kvlab.checks import check_finite
+from kvlab.paths import written_whole
 from kvlab.schemes import Scheme, get_scheme
 from kvlab.transforms.parameters import check_integer
 
@@ -149,12 +149,8 @@ class Calibration:
         # One entry only: safetensors writes several in an order of its own.
         metadata = {MANIFEST_KEY: json.dumps(self.manifest, sort_keys=True, ensure_ascii=False)}
         path = Path(path)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with written_whole(path) as scratch:
             scratch.write_bytes(save(tensors, metadata))
-            scratch.replace(path)
-        finally:
-            scratch.unlink(missing_ok=True)
         return path
 
     @classmethod

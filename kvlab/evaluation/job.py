@@ -16,6 +16,7 @@ from kvlab.checks import check_choice, check_integer
 from kvlab.evaluation.harness import evaluate, harness, to_samples
 from kvlab.evaluation.samples import ENDING, Sample, read_samples, write_samples
 from kvlab.evaluation.setups import Setup
+from kvlab.paths import written_whole
 
 ESSAYS = "the data set baber/paul_graham_essays of the Hugging Face hub and NLTK's punkt_tab"
 SQUAD = "SQuAD 2.0 from rajpurkar.github.io"
@@ -268,17 +269,12 @@ def _record(out: Path, benchmark: str, setup: Setup, settings: Settings, command
         **provenance.stamp(),
         "command": command,
     }
-    scratch = out / f".{RECORD}.{os.getpid()}"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        scratch.replace(path)
+        with written_whole(path) as scratch:
+            scratch.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise _unwritable(out, error.strerror) from None
-    finally:
-        # Where there is no folder there is no file in it either.
-        if out.is_dir():
-            scratch.unlink(missing_ok=True)
 
 
 def check_out(out: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import reprlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+
+from kvlab.paths import written_whole
 
 ENDING = ".jsonl"
 
@@ -55,13 +56,8 @@ LARGEST = 2**63 - 1
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
     """Write samples as JSON lines; the file appears whole or not at all."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with scratch.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+    with written_whole(path) as scratch, scratch.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
 
 
 def read_samples(path: Path) -> list[Sample]:

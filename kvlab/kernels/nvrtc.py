@@ -11,14 +11,12 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import os
-import threading
 from pathlib import Path
 
 import torch
 
 from kvlab.kernels.layout import REGION_TOKENS
-from kvlab.paths import cache_folder
+from kvlab.paths import cache_folder, written_whole
 
 _SOURCES = Path(__file__).parent / "cuda"
 _ARCHITECTURE = "sm_90a"
@@ -231,9 +229,5 @@ def _write_cached(file_name: str, cubin: bytes) -> None:
     with contextlib.suppress(OSError, RuntimeError):
         path = cache_folder() / "kernels" / file_name
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        try:
-            temporary.write_bytes(hashlib.sha256(cubin).digest() + cubin)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with written_whole(path) as scratch:
+            scratch.write_bytes(hashlib.sha256(cubin).digest() + cubin)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,8 @@ import matplotlib as mpl
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from kvlab.paths import written_whole
 
 WIDTH = 9.0
 """Width of every figure, in inches."""
@@ -162,10 +163,8 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     paths = []
     for ending, metadata in {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}.items():
         path = stem.with_name(stem.name + ending)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        with style():
+        with written_whole(path) as scratch, style():
             figure.savefig(scratch, format=ending[1:], dpi=160, metadata=metadata, facecolor="white")
-        scratch.replace(path)
         paths.append(path)
     return paths
 

@@ -13,6 +13,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from kvlab import provenance
+from kvlab.paths import written_whole
 from kvlab.report.reading import READERS, Figure, Item, Table, Text, read_file
 
 OPEN = 24
@@ -60,14 +61,11 @@ def write_report(sources: Iterable[Path], out: Path) -> list[Section]:
     sources = [Path(source) for source in sources]
     sections = _sections(sources)
     page = _render(sections, ", ".join(map(str, sources)))
-    scratch = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        scratch.write_text(page, encoding="utf-8")
-        scratch.replace(out)
+        with written_whole(out) as scratch:
+            scratch.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"out is {str(out)!r}, which cannot be written ({error.strerror}); {accepted}") from None
-    finally:
-        scratch.unlink(missing_ok=True)
     return sections
 
 

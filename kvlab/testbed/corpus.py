@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -26,6 +25,7 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
+from kvlab.paths import written_whole
 from kvlab.tables import data_folder
 from kvlab.testbed.page_text import page_text, tidy
 
@@ -218,14 +218,9 @@ def write_text(folder: str | Path, out: str | Path, table: Path | None = None, *
     """
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            for document in documents(folder, table, progress=progress):
-                file.write(json.dumps(asdict(document), ensure_ascii=False) + "\n")
-        unfinished.replace(out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with written_whole(out) as scratch, scratch.open("w", encoding="utf-8") as file:
+        for document in documents(folder, table, progress=progress):
+            file.write(json.dumps(asdict(document), ensure_ascii=False) + "\n")
     return out
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvlab.paths import written_whole
 from kvlab.testbed.config import VOCABULARY, default_config
 from kvlab.testbed.samples import END
 from kvlab.testbed.tokenizer import train_tokenizer, write_tokenizer
@@ -50,7 +51,7 @@ class Prepared:
     @cached_property
     def parts(self) -> dict[str, Any]:
         """What synthetic tasks are made of."""
-        return json.loads((self.folder / PARTS).read_text())
+        return json.loads((self.folder / PARTS).read_text(encoding="utf-8"))
 
     @cached_property
     def _tokens(self) -> dict[str, np.ndarray]:
@@ -105,8 +106,12 @@ def prepare(text: Path, out: Path, parts: dict[str, Any]) -> None:
     write_tokenizer(tokenizer, out, longest=default_config().max_position_embeddings)
     for split in SPLITS:
         for language in LANGUAGES:
-            np.save(out / f"{split}-{language}.npy", _tokenized(tokenizer, text, split, language))
-    (out / PARTS).write_text(json.dumps(parts))
+            tokens = _tokenized(tokenizer, text, split, language)
+            with written_whole(out / f"{split}-{language}.npy") as scratch, scratch.open("wb") as file:
+                np.save(file, tokens)
+    # Last: a folder without it is not finished.
+    with written_whole(out / PARTS) as scratch:
+        scratch.write_text(json.dumps(parts, ensure_ascii=False), encoding="utf-8")
 
 
 def check_text(text: Path) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import json
-import os
 import random
 import re
 from collections import Counter
@@ -61,23 +59,6 @@ def read_parts() -> dict[str, Any]:
                 "common": sorted(common.WORDS),
             },
         }
-
-
-def write_parts(path: Path) -> None:
-    """Write what `read_parts` reads as JSON; the file appears whole or not at all.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        As from `read_parts`.
-    """
-    document = json.dumps(read_parts(), indent=1, ensure_ascii=False) + "\n"
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_text(document, encoding="utf-8")
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def _module(name: str) -> ModuleType:

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from kvlab.capture_job import choose_device
+from kvlab.paths import written_whole
 from kvlab.testbed.batches import ANSWER, TEXT, batches
 from kvlab.testbed.config import TrainingPlan, default_config
 from kvlab.testbed.model import attention_masks, balance, training_model
@@ -270,9 +270,8 @@ def _save(
         "optimizer": optimizer.state_dict(),
         **dataclasses.asdict(progress),
     }
-    scratch = out / f"{STATE}.{os.getpid()}"
-    torch.save(state, scratch)
-    scratch.rename(out / STATE)
+    with written_whole(out / STATE) as scratch:
+        torch.save(state, scratch)
 
 
 def read_model(out: Path, config: Kolibri1Config | None = None, *, training: bool = False) -> Kolibri1ForCausalLM:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from kvlab.paths import written_whole
+
 SETTINGS = "# settings: "
 """Begins the line of the file with what its rows have in common."""
 
@@ -69,12 +71,8 @@ class PointTable:
 
     def _write(self) -> None:
         head = "".join(f"# {note}\n" for note in self.notes) + SETTINGS + json.dumps(self.settings) + "\n"
-        temporary = self.path.with_name(f".{self.path.name}.part")
-        try:
-            temporary.write_text(head + self.frame.to_csv(index=False), encoding="utf-8")
-            temporary.replace(self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with written_whole(self.path) as scratch:
+            scratch.write_text(head + self.frame.to_csv(index=False), encoding="utf-8")
 
     def _read(self) -> pd.DataFrame:
         text = self.path.read_text(encoding="utf-8")

@@ -1,6 +1,5 @@
 """The testbed's tasks, on wording made up for tests."""
 
-import json
 import random
 import re
 import sys
@@ -227,14 +226,3 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError, match=r"need lm-evaluation-harness .*pip install 'kvlab\[eval\]'"):
         task_parts.read_parts()
-
-
-def test_parts_are_written_whole_or_not_at_all(monkeypatch, tmp_path):
-    monkeypatch.setattr(task_parts, "read_parts", lambda: {**PARTS, "accent": "jalapeño"})
-    task_parts.write_parts(tmp_path / "parts.json")
-    assert json.loads((tmp_path / "parts.json").read_text(encoding="utf-8")) == {**PARTS, "accent": "jalapeño"}
-    (tmp_path / "parts.json").unlink()
-    monkeypatch.setattr(task_parts.Path, "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
-        task_parts.write_parts(tmp_path / "parts.json")
-    assert not list(tmp_path.iterdir())

@@ -1,0 +1,47 @@
+import pytest
+
+from kvlab.paths import written_whole
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_file_appears_whole(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with written_whole(path) as scratch:
+        scratch.write_text("new")
+        assert path.read_text() == "old" and scratch.parent == tmp_path
+    assert path.read_text() == "new" and [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failure_leaves_what_was_there(error, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(error), written_whole(path) as scratch:
+        scratch.write_text("half")
+        raise error
+    assert path.read_text() == "old" and [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_two_writers_do_not_meet(tmp_path):
+    from threading import Thread
+
+    paths = []
+
+    def write():
+        with written_whole(tmp_path / "file") as scratch:
+            scratch.write_text("whole")
+            paths.append(scratch)
+
+    with written_whole(tmp_path / "file") as scratch:
+        scratch.write_text("whole")
+        thread = Thread(target=write)
+        thread.start()
+        thread.join()
+    assert scratch not in paths and (tmp_path / "file").read_text() == "whole"
+
+
+def test_a_folder_that_is_missing_is_the_error(tmp_path):
+    with pytest.raises(FileNotFoundError), written_whole(tmp_path / "missing" / "file") as scratch:
+        scratch.write_text("")
