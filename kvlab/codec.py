@@ -12,6 +12,7 @@ import torch
 from kvlab.checks import FP16_MAX, check_finite, check_vectors
 from kvlab.quantizers.base import BLOCK_VECTORS, saturate
 from kvlab.quantizers.integer import dequantize_asymmetric_, quantize_asymmetric
+from kvlab.quantizers.packing import pack_codes
 
 _BITS = 4
 _METADATA_BYTES = 4
@@ -43,7 +44,7 @@ def encode(x: torch.Tensor) -> torch.Tensor:
     vectors = x.reshape(-1, head_dim)
     out = torch.empty(len(vectors), head_dim // 2 + _METADATA_BYTES, dtype=torch.uint8, device=x.device)
     for rows, block in zip(out.split(BLOCK_VECTORS), vectors.split(BLOCK_VECTORS), strict=True):
-        rows.copy_(_encode_block(check_finite(block.float(), limit=FP16_MAX)))
+        rows.copy_(pack_codes(*quantize_asymmetric(check_finite(block.float(), limit=FP16_MAX), _BITS)))
     return out.view(*x.shape[:-1], -1)
 
 
@@ -83,15 +84,6 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Ten
     for rows, block in zip(out.split(BLOCK_VECTORS), vectors.split(BLOCK_VECTORS), strict=True):
         rows.copy_(saturate(_decode_block(block), dtype))
     return out.view(*codes.shape[:-1], head_dim)
-
-
-def _encode_block(x: torch.Tensor) -> torch.Tensor:
-    codes, scale, offset = quantize_asymmetric(x, _BITS)
-    low, high = codes.to(torch.uint8).chunk(2, dim=-1)
-    # Bytes by shifts, not by a view: little-endian on any machine.
-    words = torch.cat([scale, offset], dim=-1).half().view(torch.int16)
-    metadata = torch.stack([words & 0xFF, (words >> 8) & 0xFF], dim=-1).flatten(-2)
-    return torch.cat([low | high << 4, metadata.to(torch.uint8)], dim=-1)
 
 
 def _decode_block(encoded: torch.Tensor) -> torch.Tensor:

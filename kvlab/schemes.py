@@ -16,10 +16,13 @@ from kvlab.quantizers import (
     AsymmetricInteger,
     Cast,
     Float8,
+    Float8ScaledInteger,
     IntegerZeroPoint,
+    LloydMax,
     PerChannelInteger,
     PerGroup,
     PerTokenHead,
+    RefitInteger,
     SymmetricInteger,
     TurboQuant,
     nf4,
@@ -245,16 +248,22 @@ def get_schemes(schemes: Iterable[str | Scheme]) -> list[Scheme]:
 def _register_all() -> None:
     """Register the stock cache, the write-up's schemes and their peers."""
     write_up = "“Serving Kolibri-1 with a 4-bit KV cache” (2026)"
+    searched = "this project: range searched by squared error, then fitted to the codes"
+    lloyd_max = "this project, with the levels of Max 1960 and Lloyd 1982"
     rotation = RandomizedHadamard(seed=0)
 
+    refit, g64, lloyd = (StoredAs(quantizer=q) for q in (RefitInteger(), Float8ScaledInteger(), LloydMax()))
     int2, int3, int4, int8 = (StoredAs(quantizer=AsymmetricInteger(bits)) for bits in (2, 3, 4, 8))
 
     def both(side: StoredAs | Quantizer) -> dict[str, StoredAs]:
         side = side if isinstance(side, StoredAs) else StoredAs(quantizer=side)
         return {"keys": side, "values": side}
 
+    def rotated(side: StoredAs) -> StoredAs:
+        return StoredAs(rotation, quantizer=side.quantizer)
+
     def rotated_keys(side: StoredAs) -> dict[str, StoredAs]:
-        return {"keys": StoredAs(rotation, quantizer=side.quantizer), "values": side}
+        return {"keys": rotated(side), "values": side}
 
     for scheme in (
         Scheme("bf16", **both(Cast(torch.bfloat16)), source="what models compute in"),
@@ -298,6 +307,12 @@ def _register_all() -> None:
         Scheme("nvfp4", **both(NVFP4()), source="NVIDIA's NVFP4: blocks of 16, e4m3 scales"),
         Scheme("mxfp4", **both(MXFP4()), source="OCP Microscaling Formats 1.0"),
         Scheme("nf4", **both(nf4()), source="Dettmers et al. 2023, arXiv:2305.14314"),
+        Scheme("hadamard-int4-refit", **rotated_keys(refit), fold_gain=True, source=searched),
+        Scheme("hadamard-int4-refit-kv", **both(rotated(refit)), fold_gain=True, source=searched),
+        Scheme("hadamard-int4-g64-fp8", **rotated_keys(g64), fold_gain=True, source=searched),
+        Scheme("hadamard-int4-g64-fp8-kv", **both(rotated(g64)), fold_gain=True, source=searched),
+        Scheme("hadamard-lloyd-g32", **rotated_keys(lloyd), fold_gain=True, source=lloyd_max),
+        Scheme("hadamard-lloyd-g32-kv", **both(rotated(lloyd)), fold_gain=True, source=lloyd_max),
     ):
         register_scheme(scheme)
 

@@ -51,6 +51,12 @@ SCHEME_COLORS = {
     "int3": "#a63603",
     "hadamard-int3": "#66a61e",
     "hadamard-int2": "#1b7837",
+    "hadamard-int4-refit": "#0f766e",
+    "hadamard-int4-refit-kv": "#134e4a",
+    "hadamard-int4-g64-fp8": "#4d7c0f",
+    "hadamard-int4-g64-fp8-kv": "#365314",
+    "hadamard-lloyd-g32": "#7c3aed",
+    "hadamard-lloyd-g32-kv": "#4c1d95",
 }
 FALLBACK_COLORS = ("#aa3377", "#228833", "#a17c00", "#d1495b", "#2a788e")
 

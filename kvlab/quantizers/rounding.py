@@ -45,13 +45,19 @@ def to_e2m1(x: torch.Tensor) -> torch.Tensor:
     return (x / step).round_().mul_(step)
 
 
+def ordered_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum float32 ``[..., n]`` to ``[..., 1]`` in one fixed order.
+
+    The upper half is added to the lower until one number is left; of an odd n the middle one stays alone.
+    """
+    while (width := x.shape[-1]) > 1:
+        keep = (width + 1) // 2
+        folded = x[..., :keep].clone()
+        folded[..., : width - keep] += x[..., keep:]
+        x = folded
+    return x
+
+
 def vector_norm(x: torch.Tensor) -> torch.Tensor:
     """Euclidean norm ``[..., 1]`` of float32 vectors ``[..., head_dim]``, summed in one fixed order."""
-    total = x.square()
-    while (width := total.shape[-1]) > 1:
-        # Fold the upper half onto the lower; of an odd width the middle number stays alone.
-        keep = (width + 1) // 2
-        folded = total[..., :keep].clone()
-        folded[..., : width - keep] += total[..., keep:]
-        total = folded
-    return total.sqrt_()
+    return ordered_sum(x.square()).sqrt_()

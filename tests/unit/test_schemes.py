@@ -32,6 +32,12 @@ BITS = {
     "nvfp4": (4.5, 4.5),
     "mxfp4": (4.25, 4.25),
     "nf4": (4.25, 4.25),
+    "hadamard-int4-refit": (4.25, 4.25),
+    "hadamard-int4-refit-kv": (4.25, 4.25),
+    "hadamard-int4-g64-fp8": (4.25, 4.25),
+    "hadamard-int4-g64-fp8-kv": (4.25, 4.25),
+    "hadamard-lloyd-g32": (4.25, 4.25),
+    "hadamard-lloyd-g32-kv": (4.25, 4.25),
 }
 
 

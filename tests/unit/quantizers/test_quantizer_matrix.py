@@ -14,12 +14,15 @@ from kvlab.quantizers import (
     Cast,
     Codebook,
     Float8,
+    Float8ScaledInteger,
     IntegerZeroPoint,
+    LloydMax,
     PerChannelInteger,
     PerGroup,
     PerTensor,
     PerTokenHead,
     Quantizer,
+    RefitInteger,
     SymmetricInteger,
     TurboQuant,
     nf4,
@@ -58,9 +61,16 @@ ALL_QUANTIZERS = [
     (TurboQuant(2), 2.125, False),
     (TurboQuant(3), 3.125, False),
     (TurboQuant(4), 4.125, False),
+    (RefitInteger(), 4.25, False),
+    (RefitInteger((0.0, 0.025, 0.05), rounds=2), 4.25, False),
+    (Float8ScaledInteger(), 4.25, False),
+    (Float8ScaledInteger(PerTokenHead(), global_scale=0.3), 4.125, False),
+    (LloydMax(), 4.25, False),
+    (LloydMax(2, PerGroup(16), reach=3, global_scale=0.3), 2.5, False),
     (Cast(torch.bfloat16), 16.0, True),
     (Cast(torch.float16), 16.0, True),
 ]
+GROUPS = [Float8ScaledInteger(), LloydMax()]
 every_quantizer = pytest.mark.parametrize("quantizer", [q for q, *_ in ALL_QUANTIZERS], ids=repr)
 
 AWKWARD = {
@@ -169,14 +179,16 @@ def test_non_finite_is_refused(quantizer, bad):
         quantizer.roundtrip(x)
 
 
-@pytest.mark.parametrize("quantizer", [AsymmetricInteger(), SymmetricInteger(), nf4(), TurboQuant()], ids=repr)
+@pytest.mark.parametrize(
+    "quantizer", [AsymmetricInteger(), SymmetricInteger(), nf4(), TurboQuant(), RefitInteger()], ids=repr
+)
 def test_beyond_fp16_is_refused_where_metadata_is_fp16(quantizer):
     quantizer.roundtrip(torch.full((HEAD_DIM,), 65_504.0))
     with pytest.raises(ValueError, match=r"magnitude 65505; accepted: at most 65504"):
         quantizer.roundtrip(torch.full((HEAD_DIM,), 65_505.0))
 
 
-@pytest.mark.parametrize("quantizer", [Float8(), Float8("e5m2"), NVFP4(), MXFP4(), Cast()], ids=repr)
+@pytest.mark.parametrize("quantizer", [Float8(), Float8("e5m2"), NVFP4(), MXFP4(), Cast(), *GROUPS], ids=repr)
 def test_beyond_fp16_is_stored_where_metadata_is_not_fp16(quantizer):
     assert quantizer.roundtrip(torch.full((HEAD_DIM,), 1e30)).isfinite().all()
 
@@ -189,6 +201,9 @@ def test_beyond_fp16_is_stored_where_metadata_is_not_fp16(quantizer):
         [SymmetricInteger(bits) for bits in (2, 3, 4, 8)],
         [PerChannelInteger(bits) for bits in (2, 3, 4, 8)],
         [TurboQuant(bits) for bits in (2, 3, 4)],
+        [LloydMax(bits) for bits in (2, 3, 4)],
+        # At equal bits: what the search and the smaller groups gain.
+        [AsymmetricInteger(4), RefitInteger(), Float8ScaledInteger(), LloydMax()],
         [Float8("e5m2"), Float8("e4m3"), Cast(torch.bfloat16), Cast(torch.float16)],
     ],
     ids=lambda family: type(family[0]).__name__,
@@ -223,6 +238,15 @@ def test_error_of_gaussian_vectors(quantizer, percent):
         (lambda: AsymmetricInteger(5), "bits is 5; accepted: 2, 3, 4, 8"),
         (lambda: SymmetricInteger(1), "bits is 1; accepted: 2, 3, 4, 8"),
         (lambda: SymmetricInteger(4, grid="odd"), "grid is 'odd'; accepted: restricted, midrise, full"),
+        (lambda: RefitInteger((0.04,)), "clips is (0.04,); accepted: 0 and then any shares from 0 to below 0.5"),
+        (lambda: RefitInteger(()), "clips is (); accepted: 0 and then"),
+        (lambda: RefitInteger((0, 0.5)), "clips is (0, 0.5); accepted: 0 and then"),
+        (lambda: RefitInteger((0, math.nan)), "clips is (0, nan); accepted: 0 and then"),
+        (lambda: RefitInteger(rounds=-1), "rounds is -1; accepted: an integer of at least 0"),
+        (lambda: Float8ScaledInteger(clips=(0, -0.1)), "clips is (0, -0.1); accepted: 0 and then"),
+        (lambda: Float8ScaledInteger(global_scale=0.0), "global_scale is 0.0; accepted: a positive finite scale"),
+        (lambda: LloydMax(5), "bits is 5; accepted: 2, 3, 4"),
+        (lambda: LloydMax(reach=-1), "reach is -1; accepted: an integer of at least 0"),
         (lambda: PerChannelInteger(6), "bits is 6; accepted: 2, 3, 4, 8"),
         (lambda: PerChannelInteger(group_tokens=0), "group_tokens is 0; accepted: an integer of at least 1"),
         (lambda: PerChannelInteger(residual=100), "residual is 100; accepted: a positive multiple of"),
@@ -249,7 +273,14 @@ def test_wrong_values_are_named(build, message):
 
 @pytest.mark.parametrize(
     "build",
-    [lambda g: AsymmetricInteger(4, g), lambda g: SymmetricInteger(4, g), lambda g: Float8("e4m3", g), nf4],
+    [
+        lambda g: AsymmetricInteger(4, g),
+        lambda g: SymmetricInteger(4, g),
+        lambda g: Float8("e4m3", g),
+        Float8ScaledInteger,
+        lambda g: LloydMax(4, g),
+        nf4,
+    ],
 )
 def test_wrong_granularity_is_named(build):
     with pytest.raises(TypeError, match="granularity is 32; accepted: Per"):
@@ -272,6 +303,11 @@ def test_repr_is_how_it_was_built():
         (lambda: NVFP4(1e39), ValueError, r"global_scale is 1e\+39; accepted: a positive finite scale"),
         (lambda: PerChannelInteger(4, "a"), TypeError, "group_tokens is 'a'; accepted: an integer of at least 1"),
         (lambda: PerChannelInteger(4, 32, 64.0), TypeError, "residual is 64.0; accepted: an integer of at least 1"),
+        (lambda: RefitInteger(0.04), TypeError, "clips is 0.04; accepted: 0 and then any shares from 0 to below 0.5"),
+        (lambda: RefitInteger("0"), TypeError, "clips is '0'; accepted: 0 and then any shares"),
+        (lambda: RefitInteger(rounds=1.0), TypeError, "rounds is 1.0; accepted: an integer of at least 0"),
+        (lambda: LloydMax(reach="1"), TypeError, "reach is '1'; accepted: an integer of at least 0"),
+        (lambda: LloydMax(global_scale="a"), TypeError, "global_scale is 'a'; accepted: a positive finite scale"),
         (lambda: Codebook(["a"]), TypeError, r"levels are \['a'\]; accepted: a sequence of numbers"),
         (lambda: Codebook(3), TypeError, "levels are 3; accepted: a sequence of numbers"),
     ],
