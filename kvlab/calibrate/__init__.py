@@ -1,23 +1,42 @@
-"""Calibration: captures in, the rotation seeds and key means of each full-attention layer out.
+"""Calibration: captures in, what makes the keys of each full-attention layer cheaper to store out.
 
-`calibrate` does it all and returns a `Calibration`, which is a file on disk and a scheme in use.
+`calibrate` does it all and returns a `Calibration`, which is a file on disk and a scheme in use. `fit_transforms` finds
+a matrix per layer and KV head instead of a seed; the README of this folder derives them.
 """
 
 from kvlab.calibrate.calibrating import calibrate
+from kvlab.calibrate.closed_forms import balanced, channel_scales, plain, query_basis, scaled_query_basis
 from kvlab.calibrate.compose import calibrated_scheme
 from kvlab.calibrate.file import Calibration
+from kvlab.calibrate.fit import fit_transforms, fitted_scheme
+from kvlab.calibrate.learned import expected_error, learned_matrix, learned_rotation
 from kvlab.calibrate.means import key_means
 from kvlab.calibrate.objective import KeyObjective, query_covariance, weighted_key_error
+from kvlab.calibrate.sample import KeySample, attention_sample, mixed_sample, uniform_sample
 from kvlab.calibrate.seeds import ranking_agreement, search_seeds
 
 __all__ = [
     "Calibration",
     "KeyObjective",
+    "KeySample",
+    "attention_sample",
+    "balanced",
     "calibrate",
     "calibrated_scheme",
+    "channel_scales",
+    "expected_error",
+    "fit_transforms",
+    "fitted_scheme",
     "key_means",
+    "learned_matrix",
+    "learned_rotation",
+    "mixed_sample",
+    "plain",
+    "query_basis",
     "query_covariance",
     "ranking_agreement",
+    "scaled_query_basis",
     "search_seeds",
+    "uniform_sample",
     "weighted_key_error",
 ]

@@ -5,6 +5,7 @@ from kvlab.transforms.center import Center
 from kvlab.transforms.fold import FoldedQKNorm
 from kvlab.transforms.hadamard import Hadamard, RandomizedHadamard, randomized_hadamard
 from kvlab.transforms.hadamard_matrix import hadamard_matrix
+from kvlab.transforms.matrix import Matrix, OrthogonalMatrix
 from kvlab.transforms.scale import ChannelScale
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "ChannelScale",
     "FoldedQKNorm",
     "Hadamard",
+    "Matrix",
+    "OrthogonalMatrix",
     "RandomizedHadamard",
     "Transform",
     "hadamard_matrix",

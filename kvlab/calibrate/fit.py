@@ -1,0 +1,81 @@
+"""Transforms fitted to captures: a mean and a matrix per full-attention layer and KV head."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from tqdm import tqdm
+
+from kvlab.calibrate.closed_forms import Finder, balanced
+from kvlab.calibrate.compose import rotation_of
+from kvlab.calibrate.layers import full_layers
+from kvlab.calibrate.sample import Sampler, mixed_sample
+from kvlab.recording import Capture
+from kvlab.schemes import Scheme, StoredAs, get_scheme
+from kvlab.transforms import Center, Chain, Matrix
+
+
+def fit_transforms(
+    captures: Capture | Iterable[Capture],
+    finder: Finder = balanced,
+    scheme: str | Scheme = "hadamard-int4",
+    *,
+    sampler: Sampler = mixed_sample,
+    centre: bool = True,
+    progress: bool = False,
+) -> Chain:
+    """Find the keys' mean and matrix for every full-attention layer and KV head.
+
+    Parameters
+    ----------
+    captures
+        One or more captures of one model.
+    finder
+        From `kvlab.calibrate`: `balanced`, `query_basis`, `channel_scales`, `scaled_query_basis`,
+        `learned_rotation`, `learned_matrix`, or any function like them.
+    scheme
+        The rotated scheme to improve; its rotation, seed included, is part of what is found.
+    sampler
+        How tokens and queries are weighed: `mixed_sample`, `attention_sample` or `uniform_sample`.
+    centre
+        Whether to subtract the (weighted) mean of the keys first.
+    progress
+        Show a progress bar over layers on standard error.
+
+    Returns
+    -------
+    Chain
+        ``Center`` where asked for, then ``Matrix``: takes the place of the scheme's rotation.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The captures do not fit together, the scheme has no rotation alone on its keys, or a layer's queries or
+        keys have no energy.
+    """
+    layers, scheme = full_layers(captures), get_scheme(scheme)
+    hadamard, means, matrices = rotation_of(scheme), {}, {}
+    for index, own in tqdm(layers.items(), desc="fit", unit="layer", disable=not progress):
+        sample = sampler(own, scheme)
+        if centre:
+            means[index] = sample.mean.float()
+            sample = sample.minus(means[index])
+        rotation = hadamard.forward(torch.eye(own[0].k.shape[-1]), index).mT
+        matrices[index] = finder(sample, rotation).float()
+    return Chain(*([Center(means)] if centre else []), Matrix(matrices))
+
+
+def fitted_scheme(base: str | Scheme, transforms: Chain, *, name: str = "fitted") -> Scheme:
+    """Return ``base`` with ``transforms``, from `fit_transforms`, in the place of its keys' rotation.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``base`` is unknown or has other transforms than a rotation on its keys.
+    """
+    base = get_scheme(base)
+    rotation_of(base)
+    keys = StoredAs(*transforms.transforms, quantizer=base.keys.quantizer)
+    return dataclasses.replace(base, name=name, keys=keys, source=f"{base.name}, fitted")
