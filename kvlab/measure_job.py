@@ -112,6 +112,7 @@ def calibrate_captures(
     out: Path,
     seeds: int,
     tokens: int | None,
+    finder: str | None,
     device: str | None,
 ) -> dict[str, object]:
     """Calibrate on captures, write the file and return its manifest.
@@ -128,6 +129,7 @@ def calibrate_captures(
         open_captures(holdout).values() if holdout else None,
         seeds=seeds,
         tokens=tokens,
+        finder=finder,
         device=choose_device(device),
         progress=True,
     )

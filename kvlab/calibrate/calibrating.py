@@ -12,15 +12,19 @@ import torch
 from tqdm import tqdm
 
 import kvlab
-from kvlab.calibrate.compose import calibrated_scheme
+from kvlab.calibrate.closed_forms import FINDERS
+from kvlab.calibrate.compose import calibrated_scheme, rotation_of
 from kvlab.calibrate.file import FORMAT, Calibration
+from kvlab.calibrate.fit import fit_layer, rotation_matrix
 from kvlab.calibrate.layers import every_second_query, full_layers, on_device
 from kvlab.calibrate.means import layer_means
 from kvlab.calibrate.seeds import Means, check_seeds, search_layers
+from kvlab.checks import check_choice
 from kvlab.measure import layer_errors
 from kvlab.provenance import today
 from kvlab.recording import Capture, LayerCapture
 from kvlab.schemes import Scheme, get_scheme
+from kvlab.transforms import RandomizedHadamard
 from kvlab.transforms.parameters import check_integer
 
 OBJECTIVE = "relative score error of the stored keys: √(tr(C S_e) / tr(C S_k)), mean over captures and KV heads"
@@ -47,10 +51,11 @@ def calibrate(
     tokens: int | None = None,
     finalists: int = 5,
     centre: bool = True,
+    finder: str | None = None,
     device: torch.device | str | None = None,
     progress: bool = False,
 ) -> Calibration:
-    """Find a rotation seed and key means for every full-attention layer.
+    """Find a rotation seed, key means and, where asked for, a key map for every full-attention layer.
 
     Every seed is ranked by the covariance-weighted key error with the centring in force (`search_seeds`). The best
     few of each layer are ranked again by the attention-output error, K stored, on what was held out.
@@ -72,6 +77,10 @@ def calibrate(
         Seeds per layer that are ranked again.
     centre
         Whether to subtract the keys' means.
+    finder
+        How to find a matrix per KV head that takes the place of the rotation, by its name in
+        `kvlab.calibrate.closed_forms.FINDERS`; None only rotates. It is taken in the layers where it lowers the error
+        of what was held out.
     device
         Where to compute, one layer at a time; None is where the captures lie.
     progress
@@ -86,9 +95,12 @@ def calibrate(
     ------
     TypeError, ValueError
         Captures without a manifest, of different models, with padding or without full-attention layers; a holdout
-        capture of a text that is calibrated on; a scheme without a rotation; a number that is not as described.
+        capture of a text that is calibrated on; a scheme without a rotation; a finder or number that is not as
+        described.
     """
     captures, holdout = _listed(captures), _listed(holdout)
+    if finder is not None:
+        check_choice(finder, "finder", FINDERS)
     _check_manifests(captures, holdout)
     finalists, seeds, scheme = check_integer(finalists, "finalists", minimum=1), check_seeds(seeds), get_scheme(scheme)
     searched, judged = full_layers(captures), full_layers(holdout or captures)
@@ -98,10 +110,14 @@ def calibrate(
     means = layer_means(searched, scheme) if centre else None
     search = search_layers(searched, scheme, seeds, means, tokens, device, progress=progress)
     best = search.sort_values(["objective", "seed"]).groupby("layer")["seed"].apply(lambda own: own.iloc[:finalists])
-    layers = {}
+    layers, maps = {}, {}
     for index, own in tqdm(judged.items(), desc="finalists", unit="layer", disable=not progress):
         before, errors = _judge(own, scheme, best[index].tolist(), means, device)
         layers[index] = _entry(search[search["layer"] == index], before, errors)
+        if finder is not None:
+            mean, maps[index] = _map(searched[index], own, scheme, finder, layers[index], index, means, device)
+            if means is not None:
+                means[index] = mean
     first = next(iter(judged.values()))[0]
     manifest = {
         "format": FORMAT,
@@ -112,14 +128,14 @@ def calibrate(
         "num_kv_heads": first.k.shape[1],
         "head_dim": first.k.shape[3],
         "scheme": scheme.name,
-        "ingredients": ["rotation_seeds", *(["key_means"] if centre else [])],
+        "ingredients": ["rotation_seeds", *(["key_means"] if centre else []), *(["key_maps"] if maps else [])],
         "captures": [_identity(capture.manifest) for capture in captures],
         "holdout": [_identity(capture.manifest) for capture in holdout],
         "objective": OBJECTIVE,
-        "search": {"seeds": seeds, "tokens": tokens},
+        "search": {"seeds": seeds, "tokens": tokens, **({"finder": finder} if maps else {})},
         "layers": {str(index): entry for index, entry in layers.items()},
     }
-    return Calibration({index: _winner(entry) for index, entry in layers.items()}, means, manifest)
+    return Calibration({index: _winner(entry) for index, entry in layers.items()}, means, manifest, maps or None)
 
 
 def _judge(
@@ -130,6 +146,33 @@ def _judge(
     errors = [layer_errors(on_device(layer, device), [scheme, *candidates.values()], ["K"]) for layer in layers]
     mean = {name: sum(one[name, "K"] for one in errors) / len(errors) for name, _ in errors[0]}
     return mean[scheme.name], {seed: mean[candidate.name] for seed, candidate in candidates.items()}
+
+
+def _map(
+    searched: list[LayerCapture],
+    judged: list[LayerCapture],
+    scheme: Scheme,
+    finder: str,
+    entry: dict,
+    index: int,
+    means: Means | None,
+    device: torch.device | str | None,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Find a layer's map on what is searched; return it with its mean, or the best rotation with its own.
+
+    Enters the map's error on what is held out, and what that leaves as the layer's.
+    """
+    hadamard = RandomizedHadamard(_winner(entry), rotation_of(scheme).block_size)
+    rotation = rotation_matrix(hadamard, index, judged[0].k.shape[-1])
+    mean, matrix = fit_layer(searched, FINDERS[finder], scheme, rotation, centre=means is not None)
+    own = calibrated_scheme(scheme, 0, None if mean is None else {index: mean}, {index: matrix}, name=finder)
+    errors = [layer_errors(on_device(layer, device), [own], ["K"])[finder, "K"] for layer in judged]
+    entry["error_map"] = _rounded(sum(errors) / len(errors))
+    if entry["error_map"] < entry["error_after"]:
+        entry["error_after"] = entry["error_map"]
+        return mean, matrix
+    heads = judged[0].k.shape[1]
+    return None if means is None else means[index], rotation.expand(heads, -1, -1)
 
 
 def _entry(search: pd.DataFrame, before: float, errors: dict[int, float]) -> dict:

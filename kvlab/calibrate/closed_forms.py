@@ -100,3 +100,9 @@ def _shrunk(moment: torch.Tensor) -> torch.Tensor:
         shown = ", ".join(f"{value:.3g}" for value in mean.tolist())
         raise ValueError(f"sample has a mean energy per channel of {shown} per KV head; accepted: positive ones")
     return moment + SHRINKAGE * mean[:, None, None] * torch.eye(head_dim, dtype=moment.dtype)
+
+
+FINDERS: dict[str, Finder] = {
+    finder.__name__: finder for finder in (balanced, scaled_query_basis, channel_scales, query_basis)
+}
+"""Those that `kvlab.calibrate.calibrate` takes by name, the best first."""

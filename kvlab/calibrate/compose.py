@@ -1,4 +1,4 @@
-"""A calibrated scheme: a registered one with its own rotation seeds and, optionally, centred keys."""
+"""A calibrated scheme: a registered one with rotations, or matrices, of its own and, optionally, centred keys."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Mapping
 import torch
 
 from kvlab.schemes import Scheme, StoredAs, get_scheme
-from kvlab.transforms import Center, RandomizedHadamard
+from kvlab.transforms import Center, Matrix, RandomizedHadamard
 
 
 def calibrated_scheme(
     base: str | Scheme,
     seeds: int | Mapping[int, int],
     means: Mapping[int, torch.Tensor] | None = None,
+    maps: Mapping[int, torch.Tensor] | None = None,
     *,
     name: str = "calibrated",
 ) -> Scheme:
-    """Store keys as R·(x − μ): the means μ and the seed of R per layer, all else as ``base`` has it.
+    """Store keys as A·(x − μ): means μ and matrix A per layer, a rotation by its seed, all else as ``base`` has it.
 
     Parameters
     ----------
@@ -28,23 +29,28 @@ def calibrated_scheme(
     means
         Per layer μ, ``[num_kv_heads, head_dim]`` (of keys before their gain where ``base`` folds it); None
         centres nothing.
+    maps
+        Per layer A, ``[num_kv_heads, head_dim, head_dim]``, in the place of the rotations, whose seeds then say only
+        what they were made from; None rotates.
     name
         Of the new scheme, which is not registered.
 
     Returns
     -------
     Scheme
-        Keys centred, rotated, quantized; values and gain as in ``base``.
+        Keys centred, rotated or mapped, quantized; values and gain as in ``base``.
 
     Raises
     ------
     TypeError, ValueError
-        ``base`` is unknown or has other transforms on its keys; ``seeds`` or ``means`` are not as described.
+        ``base`` is unknown or has other transforms on its keys; ``seeds``, ``means`` or ``maps`` are not as
+        described.
     """
     base = get_scheme(base)
     rotation = rotation_of(base)
     centring = [] if means is None else [Center(means)]
-    keys = StoredAs(*centring, RandomizedHadamard(seeds, rotation.block_size), quantizer=base.keys.quantizer)
+    mapping = RandomizedHadamard(seeds, rotation.block_size) if maps is None else Matrix(maps)
+    keys = StoredAs(*centring, mapping, quantizer=base.keys.quantizer)
     return Scheme(name, keys, base.values, fold_gain=base.fold_gain, source=f"{base.name}, calibrated")
 
 

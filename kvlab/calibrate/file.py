@@ -16,16 +16,18 @@ from kvlab.calibrate.compose import calibrated_scheme, rotation_of
 from kvlab.checks import check_finite
 from kvlab.paths import written_whole
 from kvlab.schemes import Scheme, get_scheme
+from kvlab.transforms import Matrix
 from kvlab.transforms.parameters import check_integer
 
 FORMAT = "kvlab-calibration/1"
-INGREDIENTS = ("rotation_seeds", "key_means")
+INGREDIENTS = ("rotation_seeds", "key_means", "key_maps")
+OPTIONAL = INGREDIENTS[1:]
 MANIFEST_KEY = "kvlab"
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Rotation seeds and key means of each full-attention layer, with where they come from.
+    """Rotation seeds, key means and key maps of each full-attention layer, with where they come from.
 
     Attributes
     ----------
@@ -33,23 +35,27 @@ class Calibration:
         Absolute decoder layer → seed of its rotation.
     key_means
         The same layers → float32 ``[num_kv_heads, head_dim]``; None where keys are not centred.
+    key_maps
+        The same layers → float32 ``[num_kv_heads, head_dim, head_dim]``, the matrices that keys are multiplied with,
+        the rotations of these seeds inside them; None where keys are only rotated.
     manifest
         What can be written as JSON: ``format``, ``kvlab`` (its version), ``date``, ``model``, ``config_hash``,
         ``num_kv_heads``, ``head_dim``, ``scheme`` (the base), ``ingredients``, ``captures`` and ``holdout`` (each
         with ``capture_hash``, ``text_hash``, ``revision``, ``tokens``), ``objective``, ``search`` (its ``seeds``
         and ``tokens``) and per layer ``layers``: every seed's objective, the finalists' attention-output errors,
-        ``error_before`` and ``error_after``.
+        ``error_before`` and ``error_after``; with maps ``error_map`` too, and ``finder`` under ``search``.
 
     Raises
     ------
     TypeError, ValueError
         A base scheme that is unknown or has no rotation, an ingredient that this version does not know, a seed below
-        0, means that are not finite or of another shape than the manifest says.
+        0, means or maps that are not finite or of another shape than the manifest says, a map that cannot be inverted.
     """
 
     seeds: dict[int, int]
     key_means: dict[int, torch.Tensor] | None
     manifest: dict
+    key_maps: dict[int, torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         rotation_of(get_scheme(self.base))
@@ -59,16 +65,26 @@ class Calibration:
         if unknown:
             accepted = ", ".join(INGREDIENTS)
             raise ValueError(f"calibration has the ingredient {min(unknown)!r}; accepted by this kvlab: {accepted}")
-        if ("key_means" in self.manifest["ingredients"]) != (self.key_means is not None):
-            raise ValueError("calibration disagrees with its manifest on key_means; accepted: both or neither")
-        shape = [self.manifest["num_kv_heads"], self.manifest["head_dim"]]
-        for layer, mean in (self.key_means or {}).items():
-            if list(mean.shape) != shape:
-                raise ValueError(f"key_means of layer {layer} has shape {list(mean.shape)}; accepted: {shape}")
-            check_finite(mean, f"key_means of layer {layer}")
-        parts = (self.manifest["layers"], self.seeds, self.key_means or self.seeds)
+        parts = [self.manifest["layers"], self.seeds]
+        for name in OPTIONAL:
+            values = getattr(self, name)
+            if (name in self.manifest["ingredients"]) != (values is not None):
+                raise ValueError(f"calibration disagrees with its manifest on {name}; accepted: both or neither")
+            for layer, value in (values or {}).items():
+                if list(value.shape) != self._shape(name):
+                    found = list(value.shape)
+                    raise ValueError(f"{name} of layer {layer} has shape {found}; accepted: {self._shape(name)}")
+                check_finite(value, f"{name} of layer {layer}")
+            parts += [values] if values is not None else []
         if len({tuple(sorted(map(int, part))) for part in parts}) > 1:
             raise ValueError(f"calibration has seeds for layers {list(self.layers)}; accepted: those of its manifest")
+        if self.key_maps is not None:
+            Matrix(self.key_maps)
+
+    def _shape(self, name: str) -> list[int]:
+        """Return what an optional ingredient has for each layer."""
+        num_kv_heads, head_dim = self.manifest["num_kv_heads"], self.manifest["head_dim"]
+        return {"key_means": [num_kv_heads, head_dim], "key_maps": [num_kv_heads, head_dim, head_dim]}[name]
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -81,8 +97,8 @@ class Calibration:
         return self.manifest["scheme"]
 
     def scheme(self, name: str = "calibrated") -> Scheme:
-        """Return the scheme to measure, apply and serve: ``base`` with these seeds and means."""
-        return calibrated_scheme(self.base, self.seeds, self.key_means, name=name)
+        """Return the scheme to measure, apply and serve: ``base`` with these seeds, means and maps."""
+        return calibrated_scheme(self.base, self.seeds, self.key_means, self.key_maps, name=name)
 
     @property
     def search(self) -> pd.DataFrame:
@@ -101,16 +117,20 @@ class Calibration:
 
         Columns ``layer``, ``seed``, ``objective`` (of that seed), ``min``, ``q1``, ``median``, ``q3``, ``max``
         (over all seeds), ``error_before`` (base scheme) and ``error_after``: attention-output errors, K stored,
-        on what was held out.
+        on what was held out. With maps ``error_map`` too, which is ``error_after`` where the map was taken.
         """
         rows = []
         for layer, own in self.search.groupby("layer"):
             quantiles = own["objective"].quantile([0, 0.25, 0.5, 0.75, 1]).tolist()
             chosen = own.loc[own["seed"] == self.seeds[layer], "objective"].item()
             entry = self._entry(layer)
-            rows.append((layer, self.seeds[layer], chosen, *quantiles, entry["error_before"], entry["error_after"]))
+            rows.append((layer, self.seeds[layer], chosen, *quantiles, *(entry[name] for name in self._errors)))
         spread = ["min", "q1", "median", "q3", "max"]
-        return pd.DataFrame(rows, columns=["layer", "seed", "objective", *spread, "error_before", "error_after"])
+        return pd.DataFrame(rows, columns=["layer", "seed", "objective", *spread, *self._errors])
+
+    @property
+    def _errors(self) -> list[str]:
+        return ["error_before", "error_after", *(["error_map"] if self.key_maps is not None else [])]
 
     def _entry(self, layer: int) -> dict:
         return self.manifest["layers"][str(layer)]
@@ -144,8 +164,9 @@ class Calibration:
             "layers": torch.tensor(self.layers),
             "rotation_seeds": torch.tensor([self.seeds[layer] for layer in self.layers]),
         }
-        if self.key_means is not None:
-            tensors["key_means"] = torch.stack([self.key_means[layer] for layer in self.layers]).float().cpu()
+        for name in OPTIONAL:
+            if (values := getattr(self, name)) is not None:
+                tensors[name] = torch.stack([values[layer] for layer in self.layers]).float().cpu()
         # One entry only: safetensors writes several in an order of its own.
         metadata = {MANIFEST_KEY: json.dumps(self.manifest, sort_keys=True, ensure_ascii=False)}
         path = Path(path)
@@ -187,22 +208,22 @@ class Calibration:
         expected = {"layers", *manifest["ingredients"]}
         if set(tensors) != expected and set(manifest["ingredients"]) <= set(INGREDIENTS):
             raise ValueError(f"calibration has the tensors {sorted(tensors)}; accepted: {sorted(expected)}")
-        layers, seeds, means = tensors["layers"], tensors["rotation_seeds"], tensors.get("key_means")
+        layers, seeds = tensors["layers"], tensors["rotation_seeds"]
         integers = layers.dtype == seeds.dtype == torch.int64
         if not integers or layers.ndim != 1 or seeds.shape != layers.shape or not len(layers):
             raise ValueError(
                 f"rotation_seeds is {seeds.dtype} {list(seeds.shape)} for layers {layers.dtype} {list(layers.shape)}; "
                 "accepted: int64, one per layer"
             )
-        if means is not None and (means.dtype != torch.float32 or means.ndim != 3 or len(means) != len(layers)):
-            shape = [len(layers), manifest["num_kv_heads"], manifest["head_dim"]]
-            raise ValueError(f"key_means is {means.dtype} {list(means.shape)}; accepted: float32 {shape}")
-        indices = layers.tolist()
-        return cls(
-            seeds=dict(zip(indices, seeds.tolist(), strict=True)),
-            key_means=None if means is None else dict(zip(indices, means.unbind(), strict=True)),
-            manifest=manifest,
-        )
+        indices, optional = layers.tolist(), dict.fromkeys(OPTIONAL)
+        for name, ndim in zip(OPTIONAL, (3, 4), strict=True):
+            if (x := tensors.get(name)) is None:
+                continue
+            if x.dtype != torch.float32 or x.ndim != ndim or len(x) != len(layers):
+                sizes = [manifest["num_kv_heads"], *[manifest["head_dim"]] * (ndim - 2)]
+                raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; accepted: float32 {[len(layers), *sizes]}")
+            optional[name] = dict(zip(indices, x.unbind(), strict=True))
+        return cls(seeds=dict(zip(indices, seeds.tolist(), strict=True)), manifest=manifest, **optional)
 
 
 def _read(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:

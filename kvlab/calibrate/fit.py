@@ -12,9 +12,9 @@ from kvlab.calibrate.closed_forms import Finder, balanced
 from kvlab.calibrate.compose import rotation_of
 from kvlab.calibrate.layers import full_layers
 from kvlab.calibrate.sample import Sampler, mixed_sample
-from kvlab.recording import Capture
+from kvlab.recording import Capture, LayerCapture
 from kvlab.schemes import Scheme, StoredAs, get_scheme
-from kvlab.transforms import Center, Chain, Matrix
+from kvlab.transforms import Center, Chain, Matrix, RandomizedHadamard
 
 
 def fit_transforms(
@@ -58,13 +58,45 @@ def fit_transforms(
     layers, scheme = full_layers(captures), get_scheme(scheme)
     hadamard, means, matrices = rotation_of(scheme), {}, {}
     for index, own in tqdm(layers.items(), desc="fit", unit="layer", disable=not progress):
-        sample = sampler(own, scheme)
-        if centre:
-            means[index] = sample.mean.float()
-            sample = sample.minus(means[index])
-        rotation = hadamard.forward(torch.eye(own[0].k.shape[-1]), index).mT
-        matrices[index] = finder(sample, rotation).float()
+        rotation = rotation_matrix(hadamard, index, own[0].k.shape[-1])
+        means[index], matrices[index] = fit_layer(own, finder, scheme, rotation, sampler=sampler, centre=centre)
     return Chain(*([Center(means)] if centre else []), Matrix(matrices))
+
+
+def fit_layer(
+    layers: Iterable[LayerCapture],
+    finder: Finder,
+    scheme: Scheme,
+    rotation: torch.Tensor,
+    *,
+    sampler: Sampler = mixed_sample,
+    centre: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Find one layer's mean and matrix.
+
+    Parameters
+    ----------
+    layers
+        One layer of one or more captures of a model.
+    finder, scheme, sampler, centre
+        As in `fit_transforms`.
+    rotation
+        R, ``[head_dim, head_dim]``.
+
+    Returns
+    -------
+    mean, matrix
+        float32 ``[num_kv_heads, head_dim]``, or None where keys are not centred; float32
+        ``[num_kv_heads, head_dim, head_dim]``.
+    """
+    sample = sampler(layers, scheme)
+    mean = sample.mean.float() if centre else None
+    return mean, finder(sample.minus(mean) if centre else sample, rotation).float()
+
+
+def rotation_matrix(hadamard: RandomizedHadamard, layer: int, head_dim: int) -> torch.Tensor:
+    """R of a layer as a matrix, float32 ``[head_dim, head_dim]``, for vectors as columns."""
+    return hadamard.forward(torch.eye(head_dim), layer).mT
 
 
 def fitted_scheme(base: str | Scheme, transforms: Chain, *, name: str = "fitted") -> Scheme:

@@ -132,11 +132,18 @@ def calibrate_command(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many rotation seeds to try per layer.")] = 200,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per seed, evenly spaced; default: all.")] = None,
+    finder: Annotated[
+        str | None,
+        typer.Option(
+            help="Find a matrix per KV head too, which takes the rotation's place where that helps held-out text: "
+            "balanced (the best one), scaled_query_basis, channel_scales or query_basis.",
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find each layer's rotation seed and key means; write a calibration file."""
+    """Find each layer's rotation seed, key means and, where asked for, key maps; write a calibration file."""
     from kvlab import measure_job
 
-    document = measure_job.calibrate_captures(captures, holdout or [], out, seeds, tokens, device)
+    document = measure_job.calibrate_captures(captures, holdout or [], out, seeds, tokens, finder, device)
     typer.echo(json.dumps(document) if as_json else measure_job.calibration_as_text(document, out))

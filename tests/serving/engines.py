@@ -117,8 +117,15 @@ def run_engine(name, checkpoint, calibration, folder):
     return json.loads(answer.read_text())
 
 
+def key_maps(num_kv_heads, generator, head_dim=128):
+    """Matrices for the keys of a layer's heads: no rotations, but no direction is made three times another."""
+    noise = torch.randn(num_kv_heads, head_dim, head_dim, generator=generator)
+    scales = 0.6 + torch.rand(num_kv_heads, head_dim, generator=generator)
+    return torch.linalg.qr(noise).Q * scales[:, None]
+
+
 def write_calibration(path):
-    """A calibration of the tiny model: a seed and key means of its own for each full-attention layer."""
+    """A calibration of the tiny model: a seed, key means and maps of its own for each full-attention layer."""
     config = served_config()
     generator = torch.Generator().manual_seed(3)
     shape = (config.num_key_value_heads, config.head_dim)
@@ -129,9 +136,10 @@ def write_calibration(path):
         "num_kv_heads": shape[0],
         "head_dim": shape[1],
         "scheme": "hadamard-int4",
-        "ingredients": ["rotation_seeds", "key_means"],
+        "ingredients": ["rotation_seeds", "key_means", "key_maps"],
         "layers": {str(layer): {} for layer in FULL},
     }
     # Normalised keys have components of order 1.
     means = {layer: 0.5 * torch.randn(shape, generator=generator) for layer in FULL}
-    return Calibration({layer: 11 + layer for layer in FULL}, means, manifest).save(path)
+    maps = {layer: key_maps(shape[0], generator) for layer in FULL}
+    return Calibration({layer: 11 + layer for layer in FULL}, means, manifest, maps).save(path)

@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: .ci/install-serving-cpu installs its CPU build")
 
+from engines import key_maps
+
 import kvlab
 from kvlab import codec
 from kvlab.calibrate import calibrated_scheme
@@ -36,7 +38,7 @@ def scheme_of(name):
         return kvlab.get_scheme(name)
     generator = torch.Generator().manual_seed(2)
     means = {LAYER: torch.randn(TOTAL_KV_HEADS, HEAD_DIM, generator=generator)}
-    return calibrated_scheme("hadamard-int4", {LAYER: 5}, means)
+    return calibrated_scheme("hadamard-int4", {LAYER: 5}, means, {LAYER: key_maps(TOTAL_KV_HEADS, generator)})
 
 
 class Layer:

@@ -3,12 +3,14 @@ import dataclasses
 import pytest
 import torch
 
-from kvlab.calibrate import calibrate, key_means, search_seeds
+from kvlab.calibrate import balanced, calibrate, fitted_scheme, key_means, search_seeds
+from kvlab.calibrate.closed_forms import FINDERS
+from kvlab.calibrate.fit import fit_layer, rotation_matrix
 from kvlab.measure import layer_errors
 from kvlab.quantizers import AsymmetricInteger
 from kvlab.recording import Capture
 from kvlab.schemes import Scheme, StoredAs, get_scheme
-from kvlab.transforms import Center, RandomizedHadamard
+from kvlab.transforms import Center, Chain, Matrix, RandomizedHadamard
 
 pytestmark = pytest.mark.unit
 
@@ -97,6 +99,54 @@ def test_scheme_stores_as_the_transforms_composed_by_hand(captures, holdout):
     assert scheme.bits_per_number(16) == 6
     with pytest.raises(ValueError, match="layer is 5"):
         scheme.keys.roundtrip(layer.k, 5)
+
+
+def test_a_map_is_taken_where_it_helps_what_was_held_out(captures, holdout):
+    plain = calibrate(captures, holdout, seeds=5)
+    found = calibrate(captures, holdout, seeds=5, finder="balanced")
+    assert found.manifest["ingredients"] == ["rotation_seeds", "key_means", "key_maps"]
+    assert found.manifest["search"]["finder"] == "balanced"
+    assert found.seeds == plain.seeds
+    for index, layer in holdout.layers.items():
+        rotation = RandomizedHadamard(found.seeds[index])
+        base = get_scheme("hadamard-int4")
+        mean, matrix = fit_layer(
+            [one.layers[index] for one in captures], balanced, base, rotation_matrix(rotation, index, 16)
+        )
+        fitted = fitted_scheme(base, Chain(Center(mean), Matrix(matrix)))
+        error = layer_errors(layer, [fitted], ["K"])["fitted", "K"]
+        entry, before = (each.manifest["layers"][str(index)] for each in (found, plain))
+        assert entry["error_map"] == pytest.approx(error, rel=1e-5)
+        assert entry["error_after"] == min(entry["error_map"], before["error_after"])
+        own = layer_errors(layer, [found.scheme()], ["K"])["calibrated", "K"]
+        assert own == pytest.approx(entry["error_after"], rel=1e-4)
+    assert (found.table["error_map"] < 0.9 * found.table["error_before"]).all()
+
+
+def test_a_map_that_does_not_help_leaves_the_rotation(captures, holdout, monkeypatch):
+    # The range is the last channels', and the noise that queries see the first ones'.
+    monkeypatch.setitem(
+        FINDERS, "balanced", lambda sample, rotation: torch.diag(torch.logspace(0, 3, 16)).expand(2, -1, -1)
+    )
+    plain, found = (calibrate(captures, holdout, seeds=3, finder=finder) for finder in (None, "balanced"))
+    for index, layer in holdout.layers.items():
+        rotation = rotation_matrix(RandomizedHadamard(found.seeds[index]), index, 16)
+        assert torch.equal(found.key_maps[index], rotation.expand(2, -1, -1))
+        assert torch.equal(found.key_means[index], plain.key_means[index])
+        errors = [layer_errors(layer, [each.scheme()], ["K"])["calibrated", "K"] for each in (plain, found)]
+        # Products in another order flip few codes.
+        assert errors[1] == pytest.approx(errors[0], rel=0.02)
+
+
+def test_without_centring_a_map_has_no_means(captures, holdout):
+    found = calibrate(captures, holdout, seeds=2, finder="channel_scales", centre=False)
+    assert found.key_means is None and found.key_maps is not None
+    assert found.manifest["ingredients"] == ["rotation_seeds", "key_maps"]
+
+
+def test_a_finder_that_there_is_not_is_refused(captures):
+    with pytest.raises(ValueError, match=r"^finder is 'best'; accepted: .*balanced"):
+        calibrate(captures, seeds=2, finder="best")
 
 
 def test_table_keeps_the_spread_over_all_seeds(captures, holdout):

@@ -31,15 +31,19 @@ def write(path, tensors, manifest):
     return path
 
 
+@pytest.mark.parametrize("finder", [None, "balanced"])
 @pytest.mark.parametrize("centre", [True, False])
-def test_round_trip(tmp_path, capture_of, centre):
-    found = calibrate(capture_of(seed=0), capture_of(seed=1), seeds=4, centre=centre)
+def test_round_trip(tmp_path, capture_of, centre, finder):
+    found = calibrate(capture_of(seed=0), capture_of(seed=1), seeds=4, centre=centre, finder=finder)
     loaded = Calibration.load(found.save(tmp_path / "c.safetensors"), config_hash="c0")
     assert loaded.seeds == found.seeds
     assert loaded.manifest == found.manifest
     assert (loaded.key_means is None) == (not centre)
     if centre:
         assert all(torch.equal(loaded.key_means[layer], mean) for layer, mean in found.key_means.items())
+    assert (loaded.key_maps is None) == (finder is None)
+    if finder:
+        assert all(torch.equal(loaded.key_maps[layer], matrix) for layer, matrix in found.key_maps.items())
     assert loaded.table.equals(found.table)
     assert repr(loaded.scheme()) == repr(found.scheme())
 
@@ -108,6 +112,25 @@ def test_other_manifests_are_refused(tmp_path, calibration, change, message):
 def test_other_tensors_are_refused(tmp_path, calibration, change, message):
     tensors, manifest = parts(calibration)
     path = write(tmp_path / "c", {**tensors, **change}, manifest)
+    with pytest.raises(ValueError, match=message) as caught:
+        Calibration.load(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("maps", "message"),
+    [
+        (torch.full((2, 2, 16, 16), torch.nan), "key_maps of layer 4 has a non-finite component"),
+        (torch.zeros(2, 16, 16), r"key_maps is torch.float32 \[2, 16, 16\]; accepted: float32 \[2, 2, 16, 16\]"),
+        (torch.ones(2, 2, 16, 8), r"key_maps of layer 4 has shape \[2, 16, 8\]; accepted: \[2, 16, 16\]"),
+        (torch.ones(2, 2, 16, 16), r"matrices\[4\] has condition number"),
+        (None, "calibration has the tensors"),
+    ],
+)
+def test_other_maps_are_refused(tmp_path, calibration, maps, message):
+    tensors, manifest = parts(calibration)
+    manifest["ingredients"].append("key_maps")
+    path = write(tmp_path / "c", tensors if maps is None else {**tensors, "key_maps": maps}, manifest)
     with pytest.raises(ValueError, match=message) as caught:
         Calibration.load(path)
     assert "\n" not in str(caught.value)
