@@ -58,6 +58,8 @@ def scaled_query_basis(sample: KeySample, rotation: torch.Tensor) -> torch.Tenso
 def balanced(sample: KeySample, rotation: torch.Tensor) -> torch.Tensor:
     """Map by the best linear map: A = R B with B M Bᵀ = B⁻ᵀ C B⁻¹ = diag(σ), its first direction free.
 
+    For quantizers with an offset per vector: without one that direction, enlarged, widens the range instead.
+
     σ are the singular values of C^½ M^½. Where keys vary and queries look equally much, no direction can be given
     finer steps without costing another more. The direction of the largest σ goes where the offset takes it, and is
     enlarged there until next to nothing of its noise is left.

@@ -1,5 +1,6 @@
 """Figures: a table in, a matplotlib Figure out, all in one style."""
 
+from kvlab.plots.ablation import plot_ablation
 from kvlab.plots.attention_error import plot_attention_error
 from kvlab.plots.capacity import plot_session_gain, plot_session_sizes
 from kvlab.plots.gpqa import plot_gpqa
@@ -15,6 +16,7 @@ from kvlab.plots.style import save, scheme_color, style
 from kvlab.plots.throughput import plot_throughput
 
 __all__ = [
+    "plot_ablation",
     "plot_attention_error",
     "plot_decode_times",
     "plot_gpqa",

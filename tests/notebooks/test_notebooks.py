@@ -20,6 +20,7 @@ FIGURES = {
     "10-ruler",
     "11-gpqa",
     "12-overview",
+    "13-key-maps",
 }
 
 
