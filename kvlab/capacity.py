@@ -12,7 +12,7 @@ import pandas as pd
 
 from kvlab.checks import check_integer, check_number
 from kvlab.models.kolibri1_config import kolibri1_config
-from kvlab.models.kolibri1_layout import TensorSpec, embedding_specs, head_specs, layer_specs
+from kvlab.models.kolibri1_layout import embedding_specs, head_specs, layer_specs
 from kvlab.paging import plan_cache, text_config
 from kvlab.schemes import Scheme, get_schemes
 
@@ -342,11 +342,5 @@ def kolibri1_weight_bytes() -> int:
     config = kolibri1_config()
     outside = [*embedding_specs(config), *head_specs(config)]
     # Layers differ in their attention, not in their tensors.
-    return sum(map(_bytes_on_disk, outside)) + config.num_hidden_layers * sum(
-        map(_bytes_on_disk, layer_specs(config, 0))
-    )
-
-
-def _bytes_on_disk(spec: TensorSpec) -> int:
-    size = math.prod(spec.shape) * spec.dtypes[0].itemsize
-    return size + _bytes_on_disk(spec.scale) if spec.quantized else size
+    layer = sum(spec.bytes_on_disk for spec in layer_specs(config, 0))
+    return sum(spec.bytes_on_disk for spec in outside) + config.num_hidden_layers * layer

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from kvlab.checks import FP16_MAX, check_finite, check_vectors
 from kvlab.quantizers.base import BLOCK_VECTORS, saturate
 from kvlab.quantizers.integer import dequantize_asymmetric_, quantize_asymmetric
-from kvlab.quantizers.packing import pack_codes
+from kvlab.quantizers.packing import METADATA_BYTES, encode_vectors
 
 _BITS = 4
-_METADATA_BYTES = 4
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
@@ -38,14 +36,7 @@ def encode(x: torch.Tensor) -> torch.Tensor:
     ValueError
         ``x`` is empty, head_dim is odd, or a component is not finite or beyond 65,504 in magnitude.
     """
-    head_dim = check_vectors(x).shape[-1]
-    if head_dim % 2:
-        raise ValueError(f"x has head_dim {head_dim} (its last dimension); accepted: an even number")
-    vectors = x.reshape(-1, head_dim)
-    out = torch.empty(len(vectors), head_dim // 2 + _METADATA_BYTES, dtype=torch.uint8, device=x.device)
-    for rows, block in zip(out.split(BLOCK_VECTORS), vectors.split(BLOCK_VECTORS), strict=True):
-        rows.copy_(pack_codes(*quantize_asymmetric(check_finite(block.float(), limit=FP16_MAX), _BITS)))
-    return out.view(*x.shape[:-1], -1)
+    return encode_vectors(x, lambda block: quantize_asymmetric(block, _BITS))
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -76,10 +67,10 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Ten
         raise TypeError(f"codes is a {kind}; accepted: a torch.uint8 tensor")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype is {dtype!r}; accepted: a floating dtype (torch.float32, torch.bfloat16, …)")
-    if codes.numel() == 0 or codes.ndim == 0 or codes.shape[-1] <= _METADATA_BYTES:
+    if codes.numel() == 0 or codes.ndim == 0 or codes.shape[-1] <= METADATA_BYTES:
         raise ValueError(f"codes has shape {list(codes.shape)}; accepted: [..., head_dim / 2 + 4], so 5 bytes or more")
     vectors = codes.reshape(-1, codes.shape[-1])
-    head_dim = 2 * (codes.shape[-1] - _METADATA_BYTES)
+    head_dim = 2 * (codes.shape[-1] - METADATA_BYTES)
     out = torch.empty(len(vectors), head_dim, dtype=dtype, device=codes.device)
     for rows, block in zip(out.split(BLOCK_VECTORS), vectors.split(BLOCK_VECTORS), strict=True):
         rows.copy_(saturate(_decode_block(block), dtype))
@@ -87,7 +78,7 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 def _decode_block(encoded: torch.Tensor) -> torch.Tensor:
-    packed, metadata = encoded[:, :-_METADATA_BYTES], encoded[:, -_METADATA_BYTES:].to(torch.int16)
+    packed, metadata = encoded[:, :-METADATA_BYTES], encoded[:, -METADATA_BYTES:].to(torch.int16)
     codes = torch.cat([packed & 0xF, packed >> 4], dim=-1).float()
     words = metadata[:, 0::2] | metadata[:, 1::2] << 8
     scale, offset = words.view(torch.float16).float().chunk(2, dim=-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import pandas as pd
 
 from kvlab.checks import check_integer
 from kvlab.models.kolibri1_config import kolibri1_config
-from kvlab.models.kolibri1_layout import TensorSpec, head_specs, layer_specs
+from kvlab.models.kolibri1_layout import head_specs, layer_specs
 from kvlab.paging import cell_bytes, check_tp
 from kvlab.schemes import Scheme, get_scheme
 
@@ -71,7 +70,7 @@ def step_bytes(
     sessions = check_integer(sessions, "sessions", minimum=1)
     context = check_integer(context, "context", minimum=1)
     tp, scheme = check_tp(tp, config), get_scheme(scheme)
-    layer = {spec.name: _bytes(spec) for spec in layer_specs(config, 0)}
+    layer = {spec.name: spec.bytes_on_disk for spec in layer_specs(config, 0)}
     expert = sum(size for name, size in layer.items() if name.startswith(f"{EXPERT}0."))
     shared = sum(size for name, size in layer.items() if name.startswith("mlp.shared_experts."))
     attention = sum(size for name, size in layer.items() if "_proj" in name and name.startswith("self_attn."))
@@ -82,7 +81,7 @@ def step_bytes(
     return {
         "experts": layers * (hit * expert + shared) / tp,
         "projections": layers * (attention / tp + layer["mlp.gate.weight"]),
-        "head": sum(_bytes(spec) for spec in head_specs(config) if spec.name == "lm_head.weight") / tp,
+        "head": sum(spec.bytes_on_disk for spec in head_specs(config) if spec.name == "lm_head.weight") / tp,
         "sliding cache": (layers - full) * sessions * window * heads * cell_bytes(get_scheme(STOCK), config.head_dim),
         "full cache": full * sessions * context * heads * cell_bytes(scheme, config.head_dim),
     }
@@ -139,9 +138,3 @@ def step_model_table(
         beyond = full * row.time_us / 1e3 - table[-1]["ms"]
         table.append({**name, "part": KERNEL, "bytes": 0.0, "ms": beyond})
     return pd.DataFrame(table)
-
-
-def _bytes(spec: TensorSpec) -> int:
-    """Bytes of a tensor as the FP8 release stores it, its scales among them."""
-    size = math.prod(spec.shape) * spec.dtypes[0].itemsize
-    return size + _bytes(spec.scale) if spec.quantized else size

@@ -5,9 +5,8 @@ import string
 from pydoc_data.topics import topics
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvlab.testbed.samples import END
+from kvlab.testbed.tokenizer import train_tokenizer
 
 NATURAL = " ".join(topics[name] for name in sorted(topics))
 LETTERS = [f"{first}{second}r" for first in string.ascii_lowercase for second in "aeiou"]
@@ -38,19 +37,7 @@ def passages(rng, size):
 
 
 def train():
-    tokenizer = Tokenizer(models.BPE())
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=8192,
-        special_tokens=[END, "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([*topics.values(), json.dumps(PARTS)], trainer)
-    return tokenizer
+    return train_tokenizer([*topics.values(), json.dumps(PARTS)], 8192)
 
 
 def answered(tokenizer, ids, answer):

@@ -6,9 +6,9 @@ a matrix per layer and KV head instead of a seed; the README of this folder deri
 
 from kvlab.calibrate.calibrating import calibrate
 from kvlab.calibrate.closed_forms import balanced, channel_scales, plain, query_basis, scaled_query_basis
-from kvlab.calibrate.compose import calibrated_scheme
+from kvlab.calibrate.compose import calibrated_scheme, fitted_scheme
 from kvlab.calibrate.file import Calibration
-from kvlab.calibrate.fit import fit_transforms, fitted_scheme
+from kvlab.calibrate.fit import fit_transforms
 from kvlab.calibrate.learned import expected_error, learned_matrix, learned_rotation
 from kvlab.calibrate.means import key_means
 from kvlab.calibrate.objective import KeyObjective, query_covariance, weighted_key_error

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 import torch
 
 from kvlab.schemes import Scheme, StoredAs, get_scheme
-from kvlab.transforms import Center, Matrix, RandomizedHadamard
+from kvlab.transforms import Center, Chain, Matrix, RandomizedHadamard
 
 
 def calibrated_scheme(
@@ -46,12 +47,24 @@ def calibrated_scheme(
         ``base`` is unknown or has other transforms on its keys; ``seeds``, ``means`` or ``maps`` are not as
         described.
     """
-    base = get_scheme(base)
-    rotation = rotation_of(base)
+    rotation = rotation_of(get_scheme(base))
     centring = [] if means is None else [Center(means)]
     mapping = RandomizedHadamard(seeds, rotation.block_size) if maps is None else Matrix(maps)
-    keys = StoredAs(*centring, mapping, quantizer=base.keys.quantizer)
-    return Scheme(name, keys, base.values, fold_gain=base.fold_gain, source=f"{base.name}, calibrated")
+    return fitted_scheme(base, Chain(*centring, mapping), name=name)
+
+
+def fitted_scheme(base: str | Scheme, transforms: Chain, *, name: str = "fitted") -> Scheme:
+    """Return ``base`` with ``transforms``, from `fit_transforms`, in the place of its keys' rotation.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``base`` is unknown or has other transforms than a rotation on its keys.
+    """
+    base = get_scheme(base)
+    rotation_of(base)
+    keys = StoredAs(*transforms.transforms, quantizer=base.keys.quantizer)
+    return dataclasses.replace(base, name=name, keys=keys, source=f"{base.name}, calibrated")
 
 
 def rotation_of(scheme: Scheme) -> RandomizedHadamard:

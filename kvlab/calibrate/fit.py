@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 import torch
@@ -13,7 +12,7 @@ from kvlab.calibrate.compose import rotation_of
 from kvlab.calibrate.layers import full_layers
 from kvlab.calibrate.sample import Sampler, mixed_sample
 from kvlab.recording import Capture, LayerCapture
-from kvlab.schemes import Scheme, StoredAs, get_scheme
+from kvlab.schemes import Scheme, get_scheme
 from kvlab.transforms import Center, Chain, Matrix, RandomizedHadamard
 
 
@@ -97,17 +96,3 @@ def fit_layer(
 def rotation_matrix(hadamard: RandomizedHadamard, layer: int, head_dim: int) -> torch.Tensor:
     """R of a layer as a matrix, float32 ``[head_dim, head_dim]``, for vectors as columns."""
     return hadamard.forward(torch.eye(head_dim), layer).mT
-
-
-def fitted_scheme(base: str | Scheme, transforms: Chain, *, name: str = "fitted") -> Scheme:
-    """Return ``base`` with ``transforms``, from `fit_transforms`, in the place of its keys' rotation.
-
-    Raises
-    ------
-    TypeError, ValueError
-        ``base`` is unknown or has other transforms than a rotation on its keys.
-    """
-    base = get_scheme(base)
-    rotation_of(base)
-    keys = StoredAs(*transforms.transforms, quantizer=base.keys.quantizer)
-    return dataclasses.replace(base, name=name, keys=keys, source=f"{base.name}, fitted")

@@ -54,6 +54,12 @@ class TensorSpec:
         return self.dtypes[0] == torch.float8_e4m3fn
 
     @property
+    def bytes_on_disk(self) -> int:
+        """What the FP8 release stores it in, its scales among them."""
+        size = math.prod(self.shape) * self.dtypes[0].itemsize
+        return size + self.scale.bytes_on_disk if self.quantized else size
+
+    @property
     def scale(self) -> TensorSpec:
         """The float32 scales of this weight, one for each block of 128×128, those at the border partial."""
         blocks = tuple(math.ceil(size / BLOCK) for size in self.shape)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvlab.checks import check_finite, check_integer, check_vectors
-from kvlab.quantizers.base import BLOCK_VECTORS, Quantizer
+from kvlab.checks import check_integer
+from kvlab.quantizers.base import Quantizer
 from kvlab.quantizers.integer import dequantize_asymmetric_, quantize_asymmetric
-from kvlab.quantizers.packing import pack_codes
+from kvlab.quantizers.packing import encode_vectors
 from kvlab.quantizers.rounding import divide, divide_or_zero, divide_or_zero_, to_fp16
 from kvlab.quantizers.selection import check_clips, clipped_ranges, least_error, ordered_sum
 
@@ -70,7 +70,7 @@ class RefitInteger(Quantizer):
         Parameters
         ----------
         x
-            ``[..., head_dim]``, any float dtype, any device, even head_dim.
+            As `kvlab.codec.encode` takes it.
 
         Returns
         -------
@@ -79,17 +79,10 @@ class RefitInteger(Quantizer):
 
         Raises
         ------
-        TypeError
-            ``x`` is not a floating-point tensor.
-        ValueError
-            ``x`` is empty, head_dim is odd, or a component is not finite or beyond 65,504 in magnitude.
+        TypeError, ValueError
+            As `kvlab.codec.encode`.
         """
-        head_dim = check_vectors(x).shape[-1]
-        if head_dim % 2:
-            raise ValueError(f"x has head_dim {head_dim} (its last dimension); accepted: an even number")
-        blocks = x.reshape(-1, head_dim).split(BLOCK_VECTORS)
-        packed = [pack_codes(*self._fit(check_finite(block.float(), limit=self.limit))[1:]) for block in blocks]
-        return torch.cat(packed).view(*x.shape[:-1], -1)
+        return encode_vectors(x, lambda block: self._fit(block)[1:])
 
     def _roundtrip(self, x: torch.Tensor) -> torch.Tensor:
         return self._fit(x)[0]
