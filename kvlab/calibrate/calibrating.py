@@ -143,9 +143,16 @@ def _judge(
 ) -> tuple[float, dict[int, float]]:
     """Held-out attention-output error of ``scheme`` and of each seed, the mean over captures."""
     candidates = {seed: calibrated_scheme(scheme, seed, means, name=f"seed {seed}") for seed in seeds}
-    errors = [layer_errors(on_device(layer, device), [scheme, *candidates.values()], ["K"]) for layer in layers]
-    mean = {name: sum(one[name, "K"] for one in errors) / len(errors) for name, _ in errors[0]}
+    mean = _mean_errors(layers, [scheme, *candidates.values()], device)
     return mean[scheme.name], {seed: mean[candidate.name] for seed, candidate in candidates.items()}
+
+
+def _mean_errors(
+    layers: list[LayerCapture], schemes: list[Scheme], device: torch.device | str | None
+) -> dict[str, float]:
+    """Return the attention-output error of each scheme by name, K stored, the mean over captures."""
+    errors = [layer_errors(on_device(layer, device), schemes, ["K"]) for layer in layers]
+    return {name: sum(one[name, "K"] for one in errors) / len(errors) for name, _ in errors[0]}
 
 
 def _map(
@@ -166,8 +173,7 @@ def _map(
     rotation = rotation_matrix(hadamard, index, judged[0].k.shape[-1])
     mean, matrix = fit_layer(searched, FINDERS[finder], scheme, rotation, centre=means is not None)
     own = calibrated_scheme(scheme, 0, None if mean is None else {index: mean}, {index: matrix}, name=finder)
-    errors = [layer_errors(on_device(layer, device), [own], ["K"])[finder, "K"] for layer in judged]
-    entry["error_map"] = _rounded(sum(errors) / len(errors))
+    entry["error_map"] = _rounded(_mean_errors(judged, [own], device)[finder])
     if entry["error_map"] < entry["error_after"]:
         entry["error_after"] = entry["error_map"]
         return mean, matrix
