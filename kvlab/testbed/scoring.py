@@ -16,7 +16,7 @@ from transformers import Kolibri1ForCausalLM
 
 from kvlab.capture_job import choose_device
 from kvlab.provenance import machine, today, versions
-from kvlab.testbed.model import attention_masks
+from kvlab.testbed.model import attention_masks, compile_layers
 from kvlab.testbed.prepared import LANGUAGES, Prepared, read_prepared
 from kvlab.testbed.samples import END, PieceTokenizer, encode
 from kvlab.testbed.task_material import Material
@@ -185,6 +185,9 @@ def write_scores(
             raise ValueError(f"task is {name!r}; accepted: {', '.join(TASKS)}")
     opened = read_prepared(prepared)
     model = read_model(run, training=True).to(choose_device(device))
+    if model.device.type == "cuda":
+        # Without it flex attention holds every score.
+        compile_layers(model)
     window = model.config.sliding_window
     tables = {
         "testbed_text": held_out_text(model, opened, length=text_length),

@@ -20,7 +20,7 @@ from kvlab.capture_job import choose_device
 from kvlab.paths import written_whole
 from kvlab.testbed.batches import ANSWER, TEXT, batches
 from kvlab.testbed.config import TrainingPlan, default_config
-from kvlab.testbed.model import attention_masks, balance, training_model
+from kvlab.testbed.model import attention_masks, balance, compile_layers, training_model
 from kvlab.testbed.prepared import read_prepared
 
 if TYPE_CHECKING:
@@ -99,7 +99,10 @@ def train(
     model.train()
     optimizer = _optimizer(model, plan)
     progress = _resume(out, plan, model, optimizer)
-    sums = _compile(model) if compiled else _sums
+    sums = _sums
+    if compiled:
+        compile_layers(model)
+        sums = torch.compile(_sums, dynamic=False)
     deadline = time.monotonic() + 60 * minutes if minutes is not None else float("inf")
     started = time.monotonic() - progress.seconds
     feed = batches(prepared, plan, first_step=progress.step, workers=workers)
@@ -191,14 +194,6 @@ def _sums(
         "answers": answer.sum(),
         "hits": (answer * hits).sum(),
     }
-
-
-def _compile(model: nn.Module) -> Callable[..., Any]:
-    """Compile each layer's forward pass and the loss; layers are of two kinds, so a stage compiles in seconds."""
-    torch._dynamo.config.cache_size_limit = 64
-    for layer in model.model.layers:
-        layer.compile(dynamic=False, fullgraph=True)
-    return torch.compile(_sums, dynamic=False)
 
 
 def _optimizer(model: nn.Module, plan: TrainingPlan) -> torch.optim.Optimizer:
