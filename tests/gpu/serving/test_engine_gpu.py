@@ -180,8 +180,9 @@ def test_speculated_tokens_are_verified_to_the_same_text(checkpoint, noise):
 
 
 def test_a_prefix_from_the_cache_and_preemption_change_nothing(checkpoint, served, noise):
-    # Room for one and a half of the longest: they take turns, and come back to what is left of them.
-    with engine(checkpoint, "hadamard-int4", **EAGER, num_gpu_blocks_override=220) as llm:
+    # Room for little more than the longest: they take turns, and come back to what is left of them.
+    few = {"num_gpu_blocks_override": 220, "max_model_len": 1280}
+    with engine(checkpoint, "hadamard-int4", **EAGER, **few) as llm:
         first, one, _ = continued(llm, PROMPTS)
         second, two, cached = continued(llm, PROMPTS)
     assert max(cached) > 0
