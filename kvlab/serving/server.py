@@ -45,8 +45,8 @@ CLEAN_UP_SECONDS = 5.0
 POLL_SECONDS = 0.2
 LOG_LINES = 60
 """Of a server that failed: the last traceback."""
-ERROR_LINE = re.compile(r"(\([^)]*\) )?(ERROR [^\]]*\] )?(?P<error>[\w.]*(Error|Exception): .*)")
-"""The last line of a traceback, as Python prints it, behind what vLLM puts before it."""
+ERROR_LINE = re.compile(r"(\([^)]*\) )?(\[rank\d+\]: )?(ERROR [^\]]*\] )?(?P<error>[\w.]*(Error|Exception): .*)")
+"""The last line of a traceback, as Python prints it, behind what vLLM and torch put before it."""
 
 
 @dataclass(frozen=True)

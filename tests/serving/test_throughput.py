@@ -87,6 +87,21 @@ def test_a_full_cache_holds_its_sessions_to_the_end(curve):
     assert curve.loc[curve["point"] != "full", "fit"].isna().all()
 
 
+def test_sessions_that_fit_are_counted_before_they_grow(setup):
+    # Of 64 tokens, two whole pages of 32 in two groups and one of 128 in the third. With the second token every session
+    # needs a page more, and some lose theirs.
+    whole = dataclasses.replace(
+        setup,
+        schemes=("hadamard-int4",),
+        contexts=[64],
+        cache_gb=2 * CACHE_GB,
+        arguments=(*ARGUMENTS[:-1], "64"),
+        out=None,
+    )
+    rows = bench_throughput(whole, sessions=["full"], steps=1)
+    assert (rows["fit"] == (rows["num_blocks"] - 1) // 5).all()
+
+
 def test_a_point_that_evicts_as_sessions_grow_is_named_and_has_no_time(setup, curve):
     (fit,) = curve.loc[(curve["point"] == "full") & (curve["scheme"] == "hadamard-int4"), "fit"].astype(int)
     growing = dataclasses.replace(setup, schemes=("hadamard-int4",), out=None)

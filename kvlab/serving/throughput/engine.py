@@ -113,6 +113,10 @@ class Driver:
         for _ in range(QUIET_STEPS):
             self.engine.step()
 
+    def running(self) -> int:
+        """Return how many sessions the scheduler has taken in."""
+        return self.scheduler.get_request_counts()[0]
+
     def waiting(self) -> int:
         """Return how many sessions are in the scheduler's queue."""
         return self.scheduler.get_request_counts()[1]
@@ -164,14 +168,15 @@ class Throughput(Driver):
     def _fill(self, tokens: int) -> int:
         """Return how many sessions fit: offer more than that until the scheduler queues some."""
         most, offered = self.scheduler_config.max_num_seqs, self._expected(tokens) + 2
-        names = []
+        names, fit = [], 0
         while len(names) < most and not self.waiting():
             names += [self.add(self.prompt(tokens), self.job.growth) for _ in range(min(offered, most) - len(names))]
-            # A scheduler that works ahead brings nothing in the first step.
+            # A scheduler that works ahead brings nothing in the first step. In the second one sessions may grow by a
+            # block that is not there, and one that works ahead evicts far more of them than it needs room for.
             for _ in range(2):
                 self.engine.step()
+                fit = max(fit, self.running())
             offered = len(names) + 1
-        fit = len(names) - self.waiting()
         self.drop(names)
         return fit
 

@@ -111,8 +111,9 @@ class FillConnector(KVConnectorBase_V1, SupportsHMA):
         numbers = blocks.get_block_ids()
         if not self.has_template:
             self.has_template = True
+            # Where it does not fill one, the page that it begins: no session is longer then.
             whole = [
-                ids[: request.num_tokens // group.kv_cache_spec.block_size]
+                ids[: max(request.num_tokens // group.kv_cache_spec.block_size, 1)]
                 for ids, group in zip(numbers, self.groups, strict=True)
             ]
             self.pending.template = _real(whole)
