@@ -21,8 +21,10 @@ PARTS = {
 BAR, GAP = 0.36, 0.04
 """Height of a bar and the gap between the two of a pair, where pairs are 1 apart."""
 POINTS = {"textcoords": "offset points"}
-LEAST = 0.05
+LEAST, LEAST_KERNEL = 0.1, 0.05
 """Share of the axis below which a part is not named in its bar."""
+ROOM = 1.12
+"""The axis over the longest step: for its label."""
 
 
 def plot_step_model(
@@ -52,25 +54,26 @@ def plot_step_model(
     first = table.iloc[0]
     with style():
         figure, ax = plt.subplots(figsize=(WIDTH, 1.6 + 0.72 * len(sessions)), layout="constrained")
-        longest = table.groupby(["scheme", "sessions"])["ms"].sum().max()
+        steps = _measured_steps(measured, first, sessions, schemes)
+        right = ROOM * max(table.groupby(["scheme", "sessions"])["ms"].sum().max(), steps["ms"].max())
         for place, number in enumerate(sessions):
             for side, scheme in enumerate(schemes):
                 y = place + (side - (len(schemes) - 1) / 2) * (BAR + GAP)
                 rows = table[(table["sessions"] == number) & (table["scheme"] == scheme)].set_index("part")["ms"]
-                end = _draw_bar(ax, y, rows, scheme, longest)
+                end = _draw_bar(ax, y, rows, scheme, right)
                 ax.annotate(f"{end:.1f} ms", (end, y), xytext=(4, 0), **POINTS, va="center", fontsize=8.5, color=INK)
-        if measured is not None:
-            _draw_measured(ax, measured, first, sessions, schemes)
+        if steps.empty:
+            _label_schemes(ax, sessions, schemes, table)
+        _draw_measured(ax, steps, sessions, schemes)
         ax.set_yticks(range(len(sessions)), [f"{number} session{'s' if number > 1 else ''}" for number in sessions])
         ax.invert_yaxis()
-        ax.set(xlim=(0, longest * 1.1), xlabel=f"time of a decode step at {context_label(first['context'])}, ms")
+        ax.set(xlim=(0, right), xlabel=f"time of a decode step at {context_label(first['context'])}, ms")
         ax.tick_params(axis="y", length=0)
         ax.spines["left"].set_visible(False)
-        _label_schemes(ax, sessions, schemes, table)
         if title:
             ax.set_title(title)
         grey = ", ".join(name for name, _ in PARTS.values())
-        diamonds = "; diamonds: whole steps as measured" if measured is not None else ""
+        diamonds = "" if steps.empty else "; diamonds: whole steps as measured"
         caption(
             figure,
             f"Per GPU, TP{first['tensor_parallel']}. Computed: the bytes that a step reads, at the speed of a copy. "
@@ -80,29 +83,43 @@ def plot_step_model(
     return figure
 
 
-def _draw_bar(ax: Axes, y: float, rows: pd.Series, scheme: str, longest: float) -> float:
+def _draw_bar(ax: Axes, y: float, rows: pd.Series, scheme: str, right: float) -> float:
     left = 0.0
     colour = scheme_color(scheme)
-    own = {"full cache": ("full-attention cache", colour, 1.0), KERNEL: ("kernel", colour, 0.45)}
+    own = {"full cache": ("full attention", colour, 1.0), KERNEL: ("kernel", colour, 0.45)}
     for part, (name, color, alpha) in ({part: (*shown, 1.0) for part, shown in PARTS.items()} | own).items():
         width = max(0.0, rows.get(part, 0.0))
         ax.barh(y, width, BAR, left=left, color=color, alpha=alpha, linewidth=0)
-        if width > 3 * LEAST * longest or (width > LEAST * longest and part == KERNEL):
+        if width > (LEAST_KERNEL if part == KERNEL else LEAST) * right:
             ink = "white" if part == "full cache" else INK
             ax.text(left + width / 2, y, name, ha="center", va="center", fontsize=8, color=ink)
         left += width
     return left
 
 
-def _draw_measured(ax: Axes, measured: pd.DataFrame, first: pd.Series, sessions: list[int], schemes: list[str]) -> None:
-    rows = measured[measured["counts"] & (measured["context"] == first["context"])]
-    rows = rows[rows["tensor_parallel"] == first["tensor_parallel"]]
-    for row in rows.itertuples():
-        if row.sessions in sessions and row.scheme in schemes:
-            y = sessions.index(row.sessions) + (schemes.index(row.scheme) - (len(schemes) - 1) / 2) * (BAR + GAP)
-            ax.plot(
-                1e3 * row.sessions / row.tokens_per_s, y, "D", color=scheme_color(row.scheme), markeredgecolor="white"
-            )
+def _measured_steps(
+    measured: pd.DataFrame | None, first: pd.Series, sessions: list[int], schemes: list[str]
+) -> pd.DataFrame:
+    """Return the measured steps, with their ``ms``, that belong to these bars."""
+    if measured is None:
+        return pd.DataFrame(columns=["scheme", "sessions", "ms"])
+    belongs = measured["counts"] & measured["sessions"].isin(sessions) & measured["scheme"].isin(schemes)
+    for name in ("context", "tensor_parallel"):
+        belongs &= measured[name] == first[name]
+    rows = measured[belongs]
+    return rows.assign(ms=1e3 * rows["sessions"] / rows["tokens_per_s"])
+
+
+def _draw_measured(ax: Axes, steps: pd.DataFrame, sessions: list[int], schemes: list[str]) -> None:
+    """Draw and label the diamonds; one pair of them names the schemes."""
+    for row in steps.itertuples():
+        place, side = sessions.index(row.sessions), schemes.index(row.scheme)
+        y = place + (side - (len(schemes) - 1) / 2) * (BAR + GAP)
+        color = scheme_color(row.scheme)
+        ax.plot(row.ms, y, "D", color=color, markeredgecolor="white")
+        name = f", {SETUPS.get(row.scheme, row.scheme)}" if place == min(1, len(sessions) - 1) else ""
+        label = f"{row.ms:.1f} ms{name}"
+        ax.annotate(label, (row.ms, y), xytext=(7, 0), **POINTS, va="center", fontsize=8.5, color=color)
 
 
 def _label_schemes(ax: Axes, sessions: list[int], schemes: list[str], table: pd.DataFrame) -> None:

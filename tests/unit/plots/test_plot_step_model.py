@@ -49,7 +49,7 @@ def test_bars_add_up_and_are_labelled(table):
     assert sorted(ends.values()) == pytest.approx([4.8, 8.3, 38.4, 66.4])
     texts, caption = figures_text(figure)
     assert {"4.8 ms", "8.3 ms", "38.4 ms", "66.4 ms"} <= set(texts)
-    assert {"stock (fp8)", "rotated INT4 (hadamard-int4)", "full-attention cache", "experts"} <= set(texts)
+    assert {"stock (fp8)", "rotated INT4 (hadamard-int4)", "full attention", "experts"} <= set(texts)
     assert [label.get_text() for label in ax.get_yticklabels()] == ["1 session", "8 sessions"]
     assert ax.get_xlabel() == "time of a decode step at 64k, ms" and ax.yaxis_inverted()
     assert "TP2" in caption and "sliding-window cache" in caption and "A GPU; today." in caption

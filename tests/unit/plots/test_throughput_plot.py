@@ -79,10 +79,16 @@ def test_full_memory_is_ringed_and_written_down():
     rings = [line for line in figure.axes[0].lines if line.get_markerfacecolor() == "none" and len(line.get_xdata())]
     assert sorted(x for ring in rings for x in ring.get_xdata()) == [40, 40, 80, 80]
     # 40 sessions in 50 ms, 80 in 50 ms.
-    assert "800 tokens/s with 40 sessions" in texts(figure)
-    assert "1,600 tokens/s with 80 sessions, 2.00× stock" in texts(figure)
+    assert "800 tokens/s, 40 sessions" in texts(figure)
+    assert "1,600 tokens/s, 80 sessions: 2.00× stock" in texts(figure)
     # 1 session in 11 against 10.5 ms, 20 in 30 against 20.
     assert "1.05 to 1.50× stock" in texts(figure)
+
+
+def test_stocks_best_is_compared_with_where_it_is_not_at_full_memory():
+    # 30 sessions in 25 ms.
+    better = [{**point("fp8", 65_536, 30, 30), "tokens_per_s": 1200.0}]
+    assert "1,600 tokens/s, 80 sessions: 2.00× stock, 1.33× its best" in texts(draw(better))
 
 
 def test_points_that_do_not_count_are_named_and_not_drawn():
