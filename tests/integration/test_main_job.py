@@ -22,6 +22,7 @@ NAMES = (
     "rounding",
     "ruler",
     "step_model",
+    "throughput",
 )
 
 
