@@ -178,11 +178,14 @@ def stream_to_disk(
     writer: CaptureWriter,
     *,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     progress: bool = False,
 ) -> StoredCapture:
     """Stream a checkpoint over ``input_ids`` [1, tokens] and write its full-attention layers.
+
+    Computed and stored in ``dtype``; None is BF16, on the CPU float32: most have no instructions for BF16 products,
+    which take ten times as long there.
 
     Raises
     ------
@@ -192,10 +195,12 @@ def stream_to_disk(
     wanted = writer.missing()
     if not wanted:
         return writer.finish()
+    if dtype is None:
+        dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     model = StreamedModel(source, device, dtype, chunk_tokens)
     home = hidden_home(model, writer.manifest)
     kept = writer.load_hidden()
-    hidden, done = (kept[0].to(home), kept[1]) if kept else (model.embed(input_ids, home), -1)
+    hidden, done = (kept[0].to(home, dtype), kept[1]) if kept else (model.embed(input_ids, home), -1)
     recorders: dict[int, LayerRecorder] = {}
 
     def record(index: int, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
