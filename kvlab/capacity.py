@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from kvlab.checks import check_integer, check_number
+from kvlab.defaults import MAX_NUM_BATCHED_TOKENS
 from kvlab.models.kolibri1_config import kolibri1_config
 from kvlab.models.kolibri1_layout import embedding_specs, head_specs, layer_specs
 from kvlab.paging import plan_cache, text_config
@@ -25,9 +26,6 @@ SCHEMES = (STOCK, WRITE_UP_SCHEME)
 
 MAX_BYTES = 10**18
 """An exabyte: more than any memory, and its bytes and sessions fit 64-bit integers."""
-
-MAX_NUM_BATCHED_TOKENS = 8192
-"""vLLM's default for its server on GPUs of at least 70 GiB."""
 
 GPU_MEMORY_UTILIZATION = 0.92
 """vLLM 0.29's default."""

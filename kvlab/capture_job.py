@@ -18,7 +18,7 @@ from kvlab import provenance
 from kvlab.capture_files import CaptureWriter, Manifest, StoredCapture, open_capture
 from kvlab.models.attention import attention_layers, select_layers
 from kvlab.models.checkpoint import open_checkpoint
-from kvlab.models.default import text_hash
+from kvlab.models.default import MODEL_NAME, default_folder, text_hash
 from kvlab.models.kolibri1_config import kolibri1_config, read_config
 from kvlab.models.random_weights import RandomWeights
 from kvlab.models.streaming import CHUNK_TOKENS, StreamedModel
@@ -44,7 +44,8 @@ def capture_to_disk(
     Parameters
     ----------
     model
-        A folder or a hub name. Kolibri-1 is streamed layer by layer; any other supported decoder is loaded.
+        A folder, a hub name or the embedded default's name. Kolibri-1 is streamed layer by layer; any other supported
+        decoder is loaded.
     text
         At least ``first_token + tokens`` tokens of the model's own tokenizer.
     out
@@ -69,6 +70,8 @@ def capture_to_disk(
         A model, text or folder that is not accepted; not enough room on the disk or the device.
     """
     device = choose_device(device)
+    if model == MODEL_NAME:
+        model = str(default_folder())
     if _raw_config(model).get("model_type") == "kolibri1":
         source = open_checkpoint(model)
         ids = _token_range(_tokenizer(model), text, first_token, tokens)

@@ -53,6 +53,7 @@ def measure(
     if calibration is not None:
         manifest = next(iter(captures.values())).manifest
         loaded = Calibration.load(calibration, config_hash=manifest.config_hash)
+        loaded.check_applies(manifest.config_hash, manifest.layers, manifest.num_kv_heads, manifest.head_dim)
         _check_calibration(loaded, calibration, captures)
         chosen.append(loaded.scheme())
     return measure_captures(captures, chosen, progress=True)
@@ -60,13 +61,7 @@ def measure(
 
 def _check_calibration(loaded: Calibration, path: Path, captures: Mapping[str, StoredCapture]) -> None:
     """Refuse a calibration of another revision of the model, or one that has seen a text that it is measured on."""
-    try:
-        seen = {
-            role: [(entry["text_hash"], entry["revision"]) for entry in loaded.manifest[entries]]
-            for role, entries in {"calibrated on": "captures", "decided by": "holdout"}.items()
-        }
-    except (KeyError, TypeError):
-        raise ValueError(f"calibration {path} has a damaged manifest; accepted: what kvlab calibrate wrote") from None
+    seen = {"calibrated on": loaded.texts["captures"], "decided by": loaded.texts["holdout"]}
     for name, capture in captures.items():
         for role, entries in seen.items():
             if any(capture.manifest.text_hash == text for text, _ in entries):

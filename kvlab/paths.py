@@ -33,3 +33,23 @@ def written_whole(path: Path) -> Iterator[Path]:
         # Where there is no folder there is no file in it either.
         if scratch.parent.is_dir():
             scratch.unlink(missing_ok=True)
+
+
+def check_out(out: Path, name: str = "out") -> None:
+    """Check that ``out`` is a folder that can be written, or can become one; ``name`` is for the error.
+
+    Raises
+    ------
+    ValueError
+        It is not.
+    """
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise unwritable(out, f"{there} is no folder", name)
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise unwritable(out, f"no permission in {there}", name)
+
+
+def unwritable(out: Path, reason: str, name: str = "out") -> ValueError:
+    """Return the error that says why nothing can be written to a folder."""
+    return ValueError(f"{name} is {str(out)!r}, which cannot be written ({reason}); accepted: a folder")

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from kvlab.checks import check_integer
 from kvlab.models.attention import AttentionLayer, model_layers, select_layers
 from kvlab.models.projected_keys import ProjectedKeys
 from kvlab.models.taps import tapped
@@ -100,11 +101,11 @@ def query_positions(context: int, num_queries: int) -> torch.Tensor:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         ``context`` or ``num_queries`` is not a positive integer.
     """
-    _check_positive(context, "context")
-    _check_positive(num_queries, "num_queries")
+    context = check_integer(context, "context", minimum=1)
+    num_queries = check_integer(num_queries, "num_queries", minimum=1)
     quarter = max(1, context // 4)
     count = min(num_queries, quarter)
     return (context - 1 - torch.arange(count, device="cpu") * quarter // count).flip(0)
@@ -154,9 +155,9 @@ def capture(
     >>> captured.layers[4].k.shape
     torch.Size([1, 4, 8192, 128])
     """
-    _check_positive(num_queries, "num_queries")
+    num_queries = check_integer(num_queries, "num_queries", minimum=1)
     if context is not None:
-        _check_positive(context, "context")
+        context = check_integer(context, "context", minimum=1)
     chosen = select_layers(model_layers(model), layers).values()
     recorders = [LayerRecorder(layer, num_queries, context) for layer in chosen]
     captured = Capture(
@@ -262,8 +263,3 @@ class LayerRecorder:
         known = {"index", "kind", "rope", "scaling", "q_gain", "k_gain"}
         seen = self._positions[self._positions < self._tokens]
         return LayerCapture(**{name: getattr(layer, name) for name in known}, positions=seen, **tensors)
-
-
-def _check_positive(value: object, name: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} is {value!r}; accepted: a positive integer")

@@ -27,6 +27,9 @@ KERNEL = "attention kernel"
 
 EXPERT = "mlp.experts."
 
+COLUMNS = ("kernel", "gb_per_s", "lengths", "q_len", "num_heads", "scheme", "context", "batch", "time_us")
+"""What is read of the kernels' table."""
+
 
 def experts_hit(num_experts: int, top_k: int, tokens: int) -> float:
     """Return how many experts of a layer some of ``tokens`` tokens choose, on average, if they choose evenly.
@@ -115,14 +118,18 @@ def step_model_table(
 
     Raises
     ------
-    ValueError
-        The kernels were not measured at this context, or not for these heads.
+    TypeError, ValueError
+        ``kernels`` is no such table, was not measured at this context, or not for these heads; a scheme is unknown.
     """
+    if not isinstance(kernels, pd.DataFrame):
+        raise TypeError(f"kernels is a {type(kernels).__name__}; accepted: the table of kvlab bench kernels")
+    if lacking := [name for name in COLUMNS if name not in kernels]:
+        raise ValueError(f"kernels lacks {', '.join(lacking)}; accepted: the table of kvlab bench kernels")
     config = kolibri1_config()
     heads = config.num_attention_heads // check_tp(tp, config)
     bandwidth = 1e9 * kernels.loc[kernels["kernel"] == "copy", "gb_per_s"].item()
     rows = kernels[(kernels["kernel"] == "decode") & (kernels["lengths"] == "uniform") & (kernels["q_len"] == 1)]
-    schemes = list(schemes)
+    schemes = [get_scheme(scheme).name for scheme in schemes]
     rows = rows[(rows["num_heads"] == heads) & rows["scheme"].isin(schemes)]
     found = rows[rows["context"] == context]
     if found.empty:

@@ -208,7 +208,7 @@ def _check_manifests(captures: list[Capture], holdout: list[Capture]) -> None:
     every = [*captures, *holdout]
     for capture in every:
         if getattr(capture, "manifest", None) is None:
-            raise TypeError(f"captures has one of {capture.model_name} without manifest; accepted: captures from disk")
+            raise TypeError(f"captures has a {type(capture).__name__} without manifest; accepted: captures from disk")
     for capture in every:
         for name in ("model", "config_hash"):
             expected, found = (getattr(one.manifest, name) for one in (every[0], capture))

@@ -49,7 +49,7 @@ def calibrated_scheme(
     """
     rotation = rotation_of(get_scheme(base))
     centring = [] if means is None else [Center(means)]
-    mapping = RandomizedHadamard(seeds, rotation.block_size) if maps is None else Matrix(maps)
+    mapping = RandomizedHadamard(seeds, rotation.block_size) if maps is None else Matrix(maps, "maps")
     return fitted_scheme(base, Chain(*centring, mapping), name=name)
 
 

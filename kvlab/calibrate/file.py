@@ -76,10 +76,10 @@ class Calibration:
                     raise ValueError(f"{name} of layer {layer} has shape {found}; accepted: {self._shape(name)}")
                 check_finite(value, f"{name} of layer {layer}")
             parts += [values] if values is not None else []
-        if len({tuple(sorted(map(int, part))) for part in parts}) > 1:
+        if len({tuple(sorted(map(str, part))) for part in parts}) > 1:
             raise ValueError(f"calibration has seeds for layers {list(self.layers)}; accepted: those of its manifest")
         if self.key_maps is not None:
-            Matrix(self.key_maps)
+            Matrix(self.key_maps, "key_maps")
 
     def _shape(self, name: str) -> list[int]:
         """Return what an optional ingredient has for each layer."""
@@ -127,6 +127,14 @@ class Calibration:
             rows.append((layer, self.seeds[layer], chosen, *quantiles, *(entry[name] for name in self._errors)))
         spread = ["min", "q1", "median", "q3", "max"]
         return pd.DataFrame(rows, columns=["layer", "seed", "objective", *spread, *self._errors])
+
+    @property
+    def texts(self) -> dict[str, list[tuple[str, str]]]:
+        """Hash and model revision of each text: of ``captures``, calibrated on, and of ``holdout``, which decided."""
+        return {
+            role: [(entry["text_hash"], entry["revision"]) for entry in self.manifest[role]]
+            for role in ("captures", "holdout")
+        }
 
     @property
     def _errors(self) -> list[str]:
@@ -193,8 +201,10 @@ class Calibration:
         """
         try:
             manifest, tensors = _read(Path(path))
-            return cls._assemble(manifest, tensors, config_hash)
-        except (KeyError, TypeError) as error:
+            loaded = cls._assemble(manifest, tensors, config_hash)
+            loaded._check_entries()
+            return loaded
+        except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is no valid calibration file: {error}") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
@@ -216,6 +226,8 @@ class Calibration:
                 "accepted: int64, one per layer"
             )
         indices, optional = layers.tolist(), dict.fromkeys(OPTIONAL)
+        if len(set(indices)) < len(indices):
+            raise ValueError(f"calibration has layers {indices}; accepted: each layer once")
         for name, ndim in zip(OPTIONAL, (3, 4), strict=True):
             if (x := tensors.get(name)) is None:
                 continue
@@ -224,6 +236,13 @@ class Calibration:
                 raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; accepted: float32 {[len(layers), *sizes]}")
             optional[name] = dict(zip(indices, x.unbind(), strict=True))
         return cls(seeds=dict(zip(indices, seeds.tolist(), strict=True)), manifest=manifest, **optional)
+
+    def _check_entries(self) -> None:
+        """Read the manifest's entries once, so that a damaged one is refused here and not where they are needed."""
+        try:
+            _ = self.table.astype(float), self.texts
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise ValueError("calibration has a damaged manifest; accepted: what kvlab calibrate wrote") from None
 
 
 def _read(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:

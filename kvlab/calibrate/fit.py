@@ -51,9 +51,11 @@ def fit_transforms(
     Raises
     ------
     TypeError, ValueError
-        The captures do not fit together, the scheme has no rotation alone on its keys, or a layer's queries or
-        keys have no energy.
+        ``captures`` are none or do not fit together, ``finder`` is no function, the scheme has no rotation alone on
+        its keys, or a layer's queries or keys have no energy.
     """
+    if not callable(finder):
+        raise TypeError(f"finder is {finder!r}; accepted: a function of kvlab.calibrate, as balanced")
     layers, scheme = full_layers(captures), get_scheme(scheme)
     hadamard, means, matrices = rotation_of(scheme), {}, {}
     for index, own in tqdm(layers.items(), desc="fit", unit="layer", disable=not progress):

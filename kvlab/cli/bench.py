@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvlab.cli.app import JsonOption, app
+from kvlab.defaults import DECODE_STEPS, REQUESTS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,7 +82,7 @@ def bench_throughput_command(
     sessions: Annotated[list[str], typer.Option(help="How many decode, or 'full': as many as fit. May be repeated.")],
     scheme: SchemeOption = None,
     tensor_parallel: ParallelOption = None,
-    steps: Annotated[int, typer.Option(min=1, help="Decode steps that are timed at each point.")] = 512,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps that are timed at each point.")] = DECODE_STEPS,
     repeat: Annotated[int, typer.Option(min=1, help="How often each curve is measured.")] = 1,
     cache_gb: CacheOption = None,
     calibration: CalibrationOption = None,
@@ -116,7 +117,7 @@ def bench_first_token_command(
     context: ContextOption,
     scheme: SchemeOption = None,
     tensor_parallel: ParallelOption = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests that are timed at each context.")] = 5,
+    requests: Annotated[int, typer.Option(min=1, help="Requests that are timed at each context.")] = REQUESTS,
     cache_gb: CacheOption = None,
     calibration: CalibrationOption = None,
     random_weights: RandomOption = False,

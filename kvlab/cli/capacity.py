@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from kvlab.cli.app import JsonOption, app
+from kvlab.defaults import MAX_NUM_BATCHED_TOKENS
 
 
 @app.command(name="capacity")
@@ -43,7 +44,7 @@ def capacity_command(
     ] = None,
     max_num_batched_tokens: Annotated[
         int, typer.Option(help="vLLM's; only sessions_admitted depends on it. The default is vLLM's on large GPUs.")
-    ] = 8192,
+    ] = MAX_NUM_BATCHED_TOKENS,
     as_json: JsonOption = False,
 ) -> None:
     """Count the sessions that a cache holds while they decode, as vLLM 0.29 allocates its blocks.

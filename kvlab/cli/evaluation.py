@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvlab.cli.app import JsonOption, app
+from kvlab.defaults import GPQA_RUNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,7 +84,7 @@ def gpqa_command(
     scheme: Scheme = None,
     runs: Annotated[
         int, typer.Option(min=1, help="How often, with answers of other seeds; needs --generation temperature=….")
-    ] = 4,
+    ] = GPQA_RUNS,
     prompts: Prompts = None,
     seed: Seed = 0,
     generation: Generation = None,

@@ -65,7 +65,7 @@ def schemes(
 
 @app.command()
 def capture(
-    model: Annotated[str, typer.Argument(help="A model folder or a hub name.")],
+    model: Annotated[str, typer.Argument(help="A folder, a hub name, or SmolLM2-135M-Instruct, which is embedded.")],
     out: Annotated[Path, typer.Option(help="Folder of the capture; an interrupted one is continued.")],
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens.")],
     text: Annotated[Path | None, typer.Option(help="A UTF-8 text file; needed without --random-weights.")] = None,

@@ -35,12 +35,14 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Folder for tokenizer, tokens and parts of tasks.")],
 ) -> None:
     """Train the tokenizer and tokenize the text; the parts of tasks come from lm-evaluation-harness."""
+    from kvlab.paths import check_out
     from kvlab.testbed.prepared import check_text
     from kvlab.testbed.prepared import prepare as write
     from kvlab.testbed.task_parts import read_parts
 
     # Before the parts, which take a minute.
     check_text(text)
+    check_out(out)
     write(text, out, read_parts())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -13,10 +12,11 @@ import pandas as pd
 
 from kvlab import provenance
 from kvlab.checks import check_choice, check_integer
+from kvlab.defaults import GPQA_RUNS
 from kvlab.evaluation.harness import evaluate, harness, to_samples
 from kvlab.evaluation.samples import ENDING, Sample, read_samples, write_samples
 from kvlab.evaluation.setups import Setup
-from kvlab.paths import written_whole
+from kvlab.paths import check_out, unwritable, written_whole
 
 ESSAYS = "the data set baber/paul_graham_essays of the Hugging Face hub and NLTK's punkt_tab"
 SQUAD = "SQuAD 2.0 from rajpurkar.github.io"
@@ -51,9 +51,6 @@ GPQA_TASKS = (
     "gpqa_diamond_generative_n_shot",
 )
 """The harness's variants in which the model writes before it answers."""
-
-GPQA_RUNS = 4
-"""The write-up's."""
 
 GPQA_SOURCE = "a gated data set of the Hugging Face hub"
 GPQA_ACCESS = (
@@ -274,26 +271,7 @@ def _record(out: Path, benchmark: str, setup: Setup, settings: Settings, command
         with written_whole(path) as scratch:
             scratch.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise _unwritable(out, error.strerror) from None
-
-
-def check_out(out: Path) -> None:
-    """Check that ``out`` is a folder that can be written, or can become one.
-
-    Raises
-    ------
-    ValueError
-        It is not.
-    """
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise _unwritable(out, f"{there} is no folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise _unwritable(out, f"no permission in {there}")
-
-
-def _unwritable(out: Path, reason: str) -> ValueError:
-    return ValueError(f"out is {str(out)!r}, which cannot be written ({reason}); accepted: a folder")
+        raise unwritable(out, error.strerror) from None
 
 
 def summary(samples: Iterable[Sample]) -> pd.DataFrame:

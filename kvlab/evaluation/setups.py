@@ -152,9 +152,9 @@ class InProcess:
     def tokenizer(self) -> str:
         """Name or folder of the model's tokenizer."""
         if self.model == MODEL_NAME:
-            from kvlab.models.default import default_model
+            from kvlab.models.default import default_folder
 
-            return default_model()[1].name_or_path
+            return str(default_folder())
         return self.model
 
     def longest(self) -> int | None:

@@ -16,10 +16,14 @@ def measurable_layers(capture: Capture, *, label: str | None = None) -> Iterator
 
     Raises
     ------
+    TypeError
+        ``capture`` is none.
     ValueError
         Nothing was captured, or padding was: pad tokens are no part of a text, and would count in every
         mean and be attended to.
     """
+    if not isinstance(capture, Capture):
+        raise TypeError(f"capture is a {type(capture).__name__}; accepted: what kvlab.capture or open_capture gives")
     layers = capture.layers
     if capture.padded:
         raise ValueError("capture holds padding; accepted: texts of equal length, or one at a time")

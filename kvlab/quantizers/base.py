@@ -40,7 +40,7 @@ class Quantizer(ABC):
 
         Raises
         ------
-        ValueError
+        TypeError, ValueError
             This format cannot hold that ``head_dim``.
         """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvlab.checks import check_scale
+from kvlab.checks import check_integer, check_scale
 from kvlab.quantizers.rounding import divide
 
 
@@ -16,7 +16,13 @@ class Granularity(ABC):
 
     @abstractmethod
     def overhead(self, bits: int, head_dim: int) -> float:
-        """Bits per number that ``bits`` of metadata per group cost, for vectors of ``head_dim``."""
+        """Bits per number that ``bits`` of metadata per group cost, for vectors of ``head_dim``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``head_dim`` is no positive integer, or does not fill groups.
+        """
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """View ``[..., head_dim]`` as ``[..., group]``, whose last dimension shares one scale."""
@@ -33,7 +39,7 @@ class PerTokenHead(Granularity):
 
     def overhead(self, bits: int, head_dim: int) -> float:
         """``bits`` once per vector."""
-        return bits / head_dim
+        return bits / check_integer(head_dim, "head_dim", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class PerGroup(Granularity):
 
     def overhead(self, bits: int, head_dim: int) -> float:
         """``bits`` once per group."""
-        self._check(head_dim)
+        self._check(check_integer(head_dim, "head_dim", minimum=1))
         return bits / self.size
 
     def split(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from kvlab.checks import check_integer
 from kvlab.quantizers.base import Quantizer
+from kvlab.quantizers.granularity import PerTokenHead
 from kvlab.quantizers.integer import dequantize_asymmetric_, quantize_asymmetric
 from kvlab.quantizers.packing import encode_vectors
 from kvlab.quantizers.rounding import divide, divide_or_zero, divide_or_zero_, to_fp16
@@ -62,7 +63,7 @@ class RefitInteger(Quantizer):
 
     def bits_per_number(self, head_dim: int) -> float:
         """4, and 32 per vector for scale and offset."""
-        return _BITS + 32 / head_dim
+        return _BITS + PerTokenHead().overhead(32, head_dim)
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Encode vectors to bytes that `kvlab.codec.decode` turns into what `roundtrip` returns.

@@ -10,6 +10,7 @@ import torch
 from kvlab.checks import FP16_MAX, check_choice
 from kvlab.quantizers.base import Quantizer
 from kvlab.quantizers.codebook import lloyd_max_levels, nearest_level
+from kvlab.quantizers.granularity import PerTokenHead
 from kvlab.quantizers.rounding import divide_or_zero, to_fp16, vector_norm
 
 
@@ -41,7 +42,7 @@ class TurboQuant(Quantizer):
 
     def bits_per_number(self, head_dim: int) -> float:
         """``bits`` and 16 per vector for its norm."""
-        return self.bits + 16 / head_dim
+        return self.bits + PerTokenHead().overhead(16, head_dim)
 
     def _roundtrip(self, x: torch.Tensor) -> torch.Tensor:
         norm = vector_norm(x)

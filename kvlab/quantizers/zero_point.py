@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvlab.quantizers.base import Quantizer
+from kvlab.quantizers.granularity import PerTokenHead
 from kvlab.quantizers.rounding import divide
 
 _LARGEST_CODE = 15
@@ -27,7 +28,7 @@ class IntegerZeroPoint(Quantizer):
 
     def bits_per_number(self, head_dim: int) -> float:
         """4, and the 32-bit scale that contains the zero-point."""
-        return 4 + 32 / head_dim
+        return 4 + PerTokenHead().overhead(32, head_dim)
 
     def _roundtrip(self, x: torch.Tensor) -> torch.Tensor:
         lowest, highest = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)

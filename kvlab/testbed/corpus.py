@@ -25,7 +25,7 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
-from kvlab.paths import written_whole
+from kvlab.paths import check_out, written_whole
 from kvlab.tables import data_folder
 from kvlab.testbed.page_text import page_text, tidy
 
@@ -149,8 +149,10 @@ def fetch(folder: str | Path, table: Path | None = None, *, progress: bool = Tru
         apt-get is missing (packages that are already in ``folder`` need none).
     ValueError
         A file has another SHA-256, or the pinned version is not on offer any more; the message says what to do.
+        Or ``folder`` cannot be written.
     """
     folder = Path(folder)
+    check_out(folder, "packages")
     folder.mkdir(parents=True, exist_ok=True)
     packages = {source.package: source for source in sources(table)}.values()
     for source in tqdm(packages, desc="packages", unit="package", disable=not progress):
@@ -214,9 +216,11 @@ def write_text(folder: str | Path, out: str | Path, table: Path | None = None, *
     Raises
     ------
     FileNotFoundError, ValueError
-        As `documents`.
+        As `documents`, or ``out`` is a folder.
     """
     out = Path(out)
+    if out.is_dir():
+        raise ValueError(f"out is {str(out)!r}, a folder; accepted: a file")
     out.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(out) as scratch, scratch.open("w", encoding="utf-8") as file:
         for document in documents(folder, table, progress=progress):

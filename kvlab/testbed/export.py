@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from kvlab.models.dequantize import BLOCK
 from kvlab.models.kolibri1_config import disk_config
 from kvlab.models.kolibri1_layout import TensorSpec, embedding_specs, head_specs, layer_specs
+from kvlab.paths import check_out
 
 if TYPE_CHECKING:
     from transformers import Kolibri1ForCausalLM
@@ -64,8 +65,9 @@ def export(model: Kolibri1ForCausalLM, folder: Path, *, dtype: str = "fp8") -> N
     Raises
     ------
     ValueError
-        Another ``dtype``.
+        Another ``dtype``, or a ``folder`` that cannot be written.
     """
+    check_out(folder)
     config = disk_config(model.config, dtype)
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, torch.Tensor]] = [{}]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.paths import written_whole
+from kvlab.paths import check_out, written_whole
 from kvlab.testbed.config import VOCABULARY, default_config
 from kvlab.testbed.samples import END
 from kvlab.testbed.tokenizer import train_tokenizer, write_tokenizer
@@ -25,6 +25,8 @@ LANGUAGES = ("en", "de")
 SPLITS = ("train", "held_out")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 PARTS = "task_parts.json"
+PART_NAMES = {"numbers", "uuids", "vt", "cwe", "fwe", "words"}
+"""Of what `kvlab.testbed.task_parts.read_parts` returns, what tasks are made of."""
 BATCH = 256
 """Texts that are tokenized at once."""
 
@@ -65,6 +67,10 @@ class Prepared:
         """Return all tokens of a language, uint16; documents end with the end token."""
         return self._tokens[f"{split}-{language}"]
 
+    def shortest(self, split: str) -> int:
+        """Return the tokens of the language that has fewer."""
+        return min(len(self.tokens(split, language)) for language in LANGUAGES)
+
     def text(self, rng: random.Random, length: int, split: str = "train") -> np.ndarray:
         """Draw a stretch of ``length`` tokens of natural text, both languages equally often; uint16."""
         tokens = self.tokens(split, rng.choice(LANGUAGES))
@@ -98,17 +104,22 @@ def prepare(text: Path, out: Path, parts: dict[str, Any]) -> None:
     Raises
     ------
     ValueError
-        `check_text` refuses the file, or it has too little text for the vocabulary.
+        `check_text` refuses the file, it lacks a language or has too little text for the vocabulary, or ``out``
+        cannot be written.
     """
     check_text(text)
-    out.mkdir(parents=True, exist_ok=True)
+    check_out(out)
     tokenizer = train_tokenizer(_training_texts(text, parts), VOCABULARY)
+    tokens = {
+        f"{split}-{language}.npy": _tokenized(tokenizer, text, split, language)
+        for split in SPLITS
+        for language in LANGUAGES
+    }
+    out.mkdir(parents=True, exist_ok=True)
     write_tokenizer(tokenizer, out, longest=default_config().max_position_embeddings)
-    for split in SPLITS:
-        for language in LANGUAGES:
-            tokens = _tokenized(tokenizer, text, split, language)
-            with written_whole(out / f"{split}-{language}.npy") as scratch, scratch.open("wb") as file:
-                np.save(file, tokens)
+    for name, ids in tokens.items():
+        with written_whole(out / name) as scratch, scratch.open("wb") as file:
+            np.save(file, ids)
     # Last: a folder without it is not finished.
     with written_whole(out / PARTS) as scratch:
         scratch.write_text(json.dumps(parts, ensure_ascii=False), encoding="utf-8")
@@ -155,6 +166,11 @@ def _tokenized(tokenizer: Tokenizer, text: Path, split: str, language: str) -> n
         for document in read_documents(text)
         if document["language"] == language and document["held_out"] == (split == "held_out")
     ]
+    if not chosen:
+        raise ValueError(
+            f"text is {str(text)!r}, which has no {split} documents of language {language!r}; "
+            "accepted: a file of kvlab testbed text"
+        )
     pieces = []
     for start in range(0, len(chosen), BATCH):
         for encoding in tokenizer.encode_batch(chosen[start : start + BATCH]):
@@ -162,16 +178,35 @@ def _tokenized(tokenizer: Tokenizer, text: Path, split: str, language: str) -> n
     return np.concatenate([np.asarray(piece, dtype=np.uint16) for piece in pieces])
 
 
-def read_prepared(folder: Path) -> Prepared:
+def read_prepared(prepared: Path) -> Prepared:
     """Open a folder from `prepare`.
 
     Raises
     ------
     ValueError
-        Something is missing in it.
+        A file is missing in it, or is not what `prepare` writes.
     """
+    opened, accepted = Prepared(prepared), "accepted: a folder that kvlab testbed prepare wrote"
     wanted = [*TOKENIZER_FILES, PARTS, *(f"{split}-{language}.npy" for split in SPLITS for language in LANGUAGES)]
-    missing = [name for name in wanted if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(f"folder is {str(folder)!r}, which lacks {', '.join(missing)}; accepted: one from prepare")
-    return Prepared(folder)
+    if missing := [name for name in wanted if not (prepared / name).is_file()]:
+        raise ValueError(f"prepared is {str(prepared)!r}, which lacks {', '.join(missing)}; {accepted}")
+    for name in wanted:
+        try:
+            whole = _is_whole(opened, name)
+        except Exception:
+            # A damaged file fails in one of many ways, and the tokenizer's library raises nothing narrower.
+            whole = False
+        if not whole:
+            raise ValueError(f"prepared is {str(prepared)!r}, whose {name} is damaged; {accepted}")
+    return opened
+
+
+def _is_whole(opened: Prepared, name: str) -> bool:
+    """Whether a file reads as one that `prepare` wrote."""
+    if name.endswith(".npy"):
+        tokens = np.load(opened.folder / name, mmap_mode="r")
+        return tokens.dtype == np.uint16 and tokens.ndim == 1
+    if name == "tokenizer.json":
+        return opened.tokenizer.token_to_id(END) is not None
+    content = json.loads((opened.folder / name).read_text(encoding="utf-8"))
+    return (PART_NAMES if name == PARTS else {"eos_token"}) <= content.keys()

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from transformers import Kolibri1ForCausalLM
 
 from kvlab.capture_job import choose_device
+from kvlab.paths import check_out
 from kvlab.provenance import machine, today, versions
 from kvlab.testbed.model import attention_masks, compile_layers
 from kvlab.testbed.prepared import LANGUAGES, Prepared, read_prepared
@@ -178,13 +179,21 @@ def write_scores(
     Raises
     ------
     ValueError
-        There is no run, no prepared folder or no such device, or no task of a name.
+        There is no run, no prepared folder or no such device, no task of a name, ``out`` cannot be written, or a
+        length is beyond the model or the text.
     """
+    check_out(out)
     for name in tasks:
         if name not in TASKS:
             raise ValueError(f"task is {name!r}; accepted: {', '.join(TASKS)}")
     opened = read_prepared(prepared)
+    if text_length > (shortest := opened.shortest("held_out")):
+        raise ValueError(f"text_length is {text_length}; accepted: at most {shortest}, the tokens of held-out text")
     model = read_model(run, training=True).to(choose_device(device))
+    longest = model.config.max_position_embeddings
+    for length in lengths:
+        if length > longest:
+            raise ValueError(f"length is {length}; accepted: at most the model's {longest}")
     if model.device.type == "cuda":
         # Without it flex attention holds every score.
         compile_layers(model)

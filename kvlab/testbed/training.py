@@ -17,7 +17,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from kvlab.capture_job import choose_device
-from kvlab.paths import written_whole
+from kvlab.paths import check_out, written_whole
 from kvlab.testbed.batches import ANSWER, TEXT, batches
 from kvlab.testbed.config import TrainingPlan, default_config
 from kvlab.testbed.model import attention_masks, balance, compile_layers, training_model
@@ -90,10 +90,18 @@ def train(
     Raises
     ------
     ValueError
-        ``prepared`` or the device is none, or ``out`` holds a training of another plan or model.
+        ``prepared`` or the device is none, the text is too short, or ``out`` cannot be written, is damaged or holds a
+        training of another plan or model.
     """
     plan, config, device = plan or TrainingPlan(), config or default_config(), choose_device(device)
-    read_prepared(prepared)
+    check_out(out)
+    # With the token after it, and somewhere to begin.
+    least = max(stage.length for stage in plan.stages) + 2
+    if (shortest := read_prepared(prepared).shortest("train")) < least:
+        raise ValueError(
+            f"prepared is {str(prepared)!r}, with {shortest} tokens of a language to train on; "
+            f"accepted: at least {least}, for the plan's longest sequences"
+        )
     out.mkdir(parents=True, exist_ok=True)
     model = training_model(config, plan.seed).to(device)
     model.train()
@@ -248,7 +256,7 @@ def _resume(out: Path, plan: TrainingPlan, model: nn.Module, optimizer: torch.op
     path = out / STATE
     if not path.exists():
         return Progress()
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = _read_state(out, "out")
     if state["identity"] != _identity(plan, model):
         raise ValueError(f"out is {str(out)!r}, which holds another training; accepted: a new folder, or the same plan")
     model.load_state_dict(state["model"])
@@ -269,12 +277,27 @@ def _save(
         torch.save(state, scratch)
 
 
-def read_model(out: Path, config: Kolibri1Config | None = None, *, training: bool = False) -> Kolibri1ForCausalLM:
+def _read_state(folder: Path, name: str) -> dict[str, Any]:
+    accepted = "accepted: a folder that kvlab testbed train wrote"
+    if not (folder / STATE).is_file():
+        raise ValueError(f"{name} is {str(folder)!r}, which has no {STATE}; {accepted}")
+    try:
+        state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+        whole = {"identity", "model", "optimizer", "step", "seconds"} <= state.keys()
+    except Exception:
+        # A damaged file fails in one of many ways.
+        whole = False
+    if not whole:
+        raise ValueError(f"{name} is {str(folder)!r}, whose {STATE} is damaged; {accepted}")
+    return state
+
+
+def read_model(run: Path, config: Kolibri1Config | None = None, *, training: bool = False) -> Kolibri1ForCausalLM:
     """Load the weights of a training, in float32 on the CPU.
 
     Parameters
     ----------
-    out
+    run
         The training's folder.
     config
         Of what was trained; `default_config`'s.
@@ -284,14 +307,15 @@ def read_model(out: Path, config: Kolibri1Config | None = None, *, training: boo
     Raises
     ------
     ValueError
-        There is no training in ``out``.
+        There is no training in ``run``, or of another model.
     """
     from transformers import Kolibri1ForCausalLM
 
-    if not (out / STATE).is_file():
-        raise ValueError(f"out is {str(out)!r}, which has no {STATE}; accepted: a folder that train wrote")
-    state = torch.load(out / STATE, map_location="cpu", weights_only=True)
+    state = _read_state(run, "run")
     config = config or default_config()
     model = training_model(config, seed=0) if training else Kolibri1ForCausalLM(config)
-    model.load_state_dict(state["model"])
+    try:
+        model.load_state_dict(state["model"])
+    except (RuntimeError, TypeError):
+        raise ValueError(f"run is {str(run)!r}, which holds another model; accepted: a run of this one") from None
     return model.eval()

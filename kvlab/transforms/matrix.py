@@ -78,6 +78,8 @@ class Matrix(Transform):
         A: ``[head_dim, head_dim]`` or ``[num_kv_heads, head_dim, head_dim]``, any float dtype; or a mapping from
         layer to such tensors. Per head, keys are ``[..., num_kv_heads, tokens, head_dim]`` and queries ``[...,
         num_heads, tokens, head_dim]``, num_heads a multiple of num_kv_heads.
+    name
+        The argument's name in errors.
 
     Raises
     ------
@@ -86,14 +88,15 @@ class Matrix(Transform):
         float32 would no longer keep scores.
     """
 
-    def __init__(self, matrices: torch.Tensor | Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, matrices: torch.Tensor | Mapping[int, torch.Tensor], name: str = "matrices") -> None:
+        self.name = name
         if isinstance(matrices, Mapping):
-            layers = check_layers(matrices, "matrices")
-            self.matrices = {layer: _checked(value, f"matrices[{layer}]") for layer, value in layers.items()}
-            self._maps = {layer: self._prepare(m, f"matrices[{layer}]") for layer, m in self.matrices.items()}
+            layers = check_layers(matrices, name)
+            self.matrices = {layer: _checked(value, f"{name}[{layer}]") for layer, value in layers.items()}
+            self._maps = {layer: self._prepare(m, f"{name}[{layer}]") for layer, m in self.matrices.items()}
         else:
-            self.matrices = _checked(matrices, "matrices")
-            self._maps = self._prepare(self.matrices, "matrices")
+            self.matrices = _checked(matrices, name)
+            self._maps = self._prepare(self.matrices, name)
 
     def _prepare(self, matrix: torch.Tensor, name: str) -> tuple[ExactProduct, ExactProduct, ExactProduct]:
         """Forward, inverse and query products of one layer."""
@@ -108,7 +111,7 @@ class Matrix(Transform):
 
     def num_kv_heads(self, layer: int = 0) -> int | None:
         """Heads that the matrices of ``layer`` tell apart; None where all heads share one."""
-        matrix = of_layer(self.matrices, layer, "matrices")
+        matrix = of_layer(self.matrices, layer, self.name)
         return matrix.shape[0] if matrix.ndim == 3 else None
 
     def forward(self, x: torch.Tensor, layer: int = 0) -> torch.Tensor:
@@ -128,17 +131,17 @@ class Matrix(Transform):
         values = self.matrices.values() if isinstance(self.matrices, dict) else [self.matrices]
         known = sorted({value.shape[-1] for value in values})
         if head_dim not in known:
-            raise ValueError(f"head_dim is {head_dim}; accepted: that of matrices, {', '.join(map(str, known))}")
+            raise ValueError(f"head_dim is {head_dim}; accepted: that of {self.name}, {', '.join(map(str, known))}")
 
     def _product(self, which: int, x: torch.Tensor, name: str, layer: int) -> torch.Tensor:
-        product = of_layer(self._maps, layer, "matrices")[which]
+        product = of_layer(self._maps, layer, self.name)[which]
         num_kv_heads = self.num_kv_heads(layer)
         check_vectors(x, name, head_dim=product.high.shape[-1], min_ndim=1 if num_kv_heads is None else 3)
         if num_kv_heads is None:
             return product(x)
         group_size, rest = divmod(x.shape[-3], num_kv_heads)
         if rest or (name == "x" and group_size != 1):
-            accepted = f"{'a multiple of ' if name == 'q' else ''}the {num_kv_heads} KV heads of matrices"
+            accepted = f"{'a multiple of ' if name == 'q' else ''}the {num_kv_heads} KV heads of {self.name}"
             raise ValueError(f"{name} has {x.shape[-3]} heads (its third-last dimension); accepted: {accepted}")
         return (product if group_size == 1 else product.heads(group_size))(x)
 

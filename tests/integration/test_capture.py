@@ -277,8 +277,8 @@ def test_a_model_with_only_sliding_layers_needs_its_layers_named(build, ids):
         ({"layers": []}, ValueError, r"layers is empty; accepted"),
         ({"layers": "sliding"}, ValueError, r"this Llama model has only full attention layers; accepted"),
         ({"layers": 4}, TypeError, r"layers is a int; accepted"),
-        ({"num_queries": 0}, ValueError, r"num_queries is 0; accepted: a positive integer"),
-        ({"context": -1}, ValueError, r"context is -1; accepted: a positive integer"),
+        ({"num_queries": 0}, ValueError, r"num_queries is 0; accepted: an integer of at least 1"),
+        ({"context": -1}, ValueError, r"context is -1; accepted: an integer of at least 1"),
     ],
 )
 def test_bad_arguments_are_named(llama, arguments, error, message):

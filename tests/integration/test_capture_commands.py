@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvlab import figures
+from kvlab.calibrate import Calibration
 from kvlab.capture_files import open_capture
 from kvlab.cli import main
 from kvlab.models.random_weights import RandomWeights
@@ -125,6 +126,19 @@ def test_calibrating_and_measuring_what_was_calibrated(capsys, captures, tmp_pat
         code, _, err = run(capsys, "measure", captures / text, "--calibration", file, "--device", "cpu")
         assert code == 2
         assert role in err
+
+
+def test_a_calibration_that_lacks_a_layer_is_refused_before_anything_is_measured(capsys, captures, tmp_path):
+    file = tmp_path / "calibration.safetensors"
+    assert run(capsys, "calibrate", captures / "first", "--out", file, "--seeds", 2, "--device", "cpu")[0] == 0
+    found = Calibration.load(file)
+    (layer,) = found.layers
+    manifest = found.manifest | {"layers": {"0": found.manifest["layers"][str(layer)]}}
+    Calibration({0: found.seeds[layer]}, {0: found.key_means[layer]}, manifest).save(file)
+    code, _, err = run(capsys, "measure", captures / "third", "--calibration", file, "--device", "cpu")
+    # No bar of a measurement that began.
+    message = f"calibration lacks layers [{layer}]; accepted: one with every full-attention layer"
+    assert (code, err) == (2, f"kvlab: {message}\n")
 
 
 def test_a_text_cannot_decide_about_itself(capsys, captures, tmp_path):

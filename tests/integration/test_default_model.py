@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvlab
+from kvlab.capture_job import capture_to_disk
 from kvlab.models import default
 
 pytestmark = pytest.mark.integration
@@ -43,6 +44,15 @@ def test_rotation_helps_on_trained_keys(loaded):
     errors = kvlab.attention_error_table(captured, ["int4", "hadamard-int4", "fp8"], stored=["K"])
     errors = errors.groupby("scheme")["error"].mean()
     assert errors["fp8"] < errors["hadamard-int4"] < errors["int4"]
+
+
+def test_it_is_captured_to_disk_by_its_name(loaded, tmp_path):
+    text, sizes = kvlab.default_text(), {"tokens": 32, "num_queries": 4, "device": "cpu"}
+    stored = capture_to_disk(default.MODEL_NAME, text, tmp_path / "capture", **sizes)
+    with kvlab.capture(loaded[0], num_queries=4) as captured, torch.no_grad():
+        loaded[0](kvlab.tokenize(loaded[1], text, 32))
+    assert stored.layers.keys() == captured.layers.keys()
+    torch.testing.assert_close(stored.layers[3].k.float(), captured.layers[3].k, rtol=2**-8, atol=1e-6)
 
 
 def test_the_text_is_long_and_a_short_one_is_refused(loaded):

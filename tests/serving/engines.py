@@ -129,6 +129,7 @@ def write_calibration(path):
     config = served_config()
     generator = torch.Generator().manual_seed(3)
     shape = (config.num_key_value_heads, config.head_dim)
+    seeds, errors = {layer: 11 + layer for layer in FULL}, {"error_before": 0.0, "error_after": 0.0, "error_map": 0.0}
     manifest = {
         "format": "kvlab-calibration/1",
         "model": "tiny",
@@ -137,9 +138,12 @@ def write_calibration(path):
         "head_dim": shape[1],
         "scheme": "hadamard-int4",
         "ingredients": ["rotation_seeds", "key_means", "key_maps"],
-        "layers": {str(layer): {} for layer in FULL},
+        "captures": [],
+        "holdout": [],
+        "search": {"seeds": list(seeds.values())},
+        "layers": {str(layer): {"objectives": [0.0] * len(seeds), **errors} for layer in FULL},
     }
     # Normalised keys have components of order 1.
     means = {layer: 0.5 * torch.randn(shape, generator=generator) for layer in FULL}
     maps = {layer: key_maps(shape[0], generator) for layer in FULL}
-    return Calibration({layer: 11 + layer for layer in FULL}, means, manifest, maps).save(path)
+    return Calibration(seeds, means, manifest, maps).save(path)

@@ -73,6 +73,8 @@ def without_package(monkeypatch):
         (["measure", "nowhere"], "capture is 'nowhere'"),
         (["figures", "--capture", "nowhere"], "capture is 'nowhere'"),
         (["calibrate", "nowhere", "--out", "x"], "capture is 'nowhere'"),
+        (["testbed", "train", "--prepared", "nowhere", "--out", "x"], "prepared is 'nowhere', which lacks"),
+        (["testbed", "prepare", "--text", "nowhere", "--out", "x"], "text is 'nowhere'"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(capsys, arguments, message):

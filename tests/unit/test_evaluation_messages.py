@@ -62,13 +62,6 @@ def test_ruler_of_no_length_is_refused(tmp_path):
         job.ruler(setups.Server(SERVER[1]), tmp_path, lengths=[])
 
 
-def test_a_folder_without_permission_is_refused(monkeypatch, tmp_path):
-    # As root everything may be written.
-    monkeypatch.setattr(job.os, "access", lambda *_: False)
-    with pytest.raises(ValueError, match=r"out is .*no permission in"):
-        job.check_out(tmp_path / "x" / "y")
-
-
 def test_a_record_that_cannot_be_written_leaves_nothing(monkeypatch, tmp_path):
     def fail(path, *_, **__):
         path.touch()

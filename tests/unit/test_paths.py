@@ -1,6 +1,7 @@
 import pytest
 
-from kvlab.paths import written_whole
+from kvlab import paths
+from kvlab.paths import check_out, written_whole
 
 pytestmark = pytest.mark.unit
 
@@ -45,3 +46,23 @@ def test_two_writers_do_not_meet(tmp_path):
 def test_a_folder_that_is_missing_is_the_error(tmp_path):
     with pytest.raises(FileNotFoundError), written_whole(tmp_path / "missing" / "file") as scratch:
         scratch.write_text("")
+
+
+def test_a_folder_that_can_be_made_is_accepted_and_not_made(tmp_path):
+    check_out(tmp_path)
+    check_out(tmp_path / "new" / "newer")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("below", ["", "folder"])
+def test_a_file_is_no_folder(below, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"^logs is .*, which cannot be written \(.*file is no folder\); accepted: "):
+        check_out(tmp_path / "file" / below, "logs")
+
+
+def test_a_folder_without_permission_is_refused(monkeypatch, tmp_path):
+    # As root everything may be written.
+    monkeypatch.setattr(paths.os, "access", lambda *_: False)
+    with pytest.raises(ValueError, match=r"^out is .*no permission in"):
+        check_out(tmp_path / "x" / "y")

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -30,7 +31,11 @@ def test_known_positions():
 
 @pytest.mark.parametrize("value", [0, -3, 2.5, True, None])
 def test_bad_numbers_are_named(value):
-    with pytest.raises(ValueError, match=r"context is .*; accepted: a positive integer"):
+    with pytest.raises((TypeError, ValueError), match=r"context is .*; accepted: an integer of at least 1"):
         query_positions(value, 1)
-    with pytest.raises(ValueError, match=r"num_queries is .*; accepted: a positive integer"):
+    with pytest.raises((TypeError, ValueError), match=r"num_queries is .*; accepted: an integer of at least 1"):
         query_positions(8, value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert query_positions(np.int64(16), np.int32(2)).tolist() == [13, 15]

@@ -102,6 +102,23 @@ def test_what_was_not_measured_is_refused(context, tp, accepted):
         step_model_table(kernels(), context, tp=tp)
 
 
+@pytest.mark.parametrize(
+    ("table", "error", "message"),
+    [
+        ("kernels.csv", TypeError, "kernels is a str; accepted: the table of kvlab bench kernels"),
+        (kernels().drop(columns=["batch", "time_us"]), ValueError, "kernels lacks batch, time_us; accepted: the table"),
+    ],
+)
+def test_another_table_is_refused(table, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        step_model_table(table, 65_536)
+
+
+def test_a_scheme_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"^scheme is 'fp9'.*; accepted: "):
+        step_model_table(kernels(), 65_536, schemes=["fp8", "fp9"])
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_measured_kernels_fit_the_model(tp):
     table = step_model_table(measured("kernels_h200"), 65_536, tp=tp)

@@ -15,6 +15,7 @@ import transformers
 from tqdm import tqdm
 
 from kvlab.checks import check_integer, check_number
+from kvlab.defaults import DECODE_STEPS, REQUESTS
 from kvlab.serving import server
 from kvlab.serving.throughput.job import (
     FULL,
@@ -28,10 +29,6 @@ from kvlab.serving.throughput.job import (
 from kvlab.serving.throughput.process import run_job
 from kvlab.serving.throughput.table import PointTable
 
-STEPS = 512
-"""As the write-up times."""
-REQUESTS = 5
-"""Of each context, for first tokens."""
 ORIGIN = ("cache_gb", "num_blocks", "start_seconds", "weights", "machine", "versions", "date", "command")
 NAMES = ("scheme", "tensor_parallel", "context")
 TIMES = ("median_ms", "slowest_tenth", "tokens_per_s", "tokens_per_s_per_session")
@@ -150,7 +147,7 @@ class Setup:
 
 
 def bench_throughput(
-    setup: Setup, *, sessions: Sequence[int | str], steps: int = STEPS, repeats: int = 1
+    setup: Setup, *, sessions: Sequence[int | str], steps: int = DECODE_STEPS, repeats: int = 1
 ) -> pd.DataFrame:
     """Time decode steps of a filled engine at each number of sessions, from the most down.
 

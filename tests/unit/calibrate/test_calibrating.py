@@ -191,8 +191,10 @@ def test_other_models_are_refused(capture_of, change):
 
 def test_a_running_capture_has_no_manifest(capture_of):
     captured = Capture("tiny", "kolibri1", lambda: capture_of().layers)
-    with pytest.raises(TypeError, match="without manifest; accepted: captures from disk"):
+    with pytest.raises(TypeError, match=r"^captures has a Capture without manifest; accepted: captures from disk$"):
         calibrate(captured)
+    with pytest.raises(TypeError, match=r"^captures has a str without manifest; accepted: captures from disk$"):
+        calibrate(["folder"])
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,13 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         ({"ingredients": None}, "no valid calibration file"),
         ({"scheme": "int4"}, "scheme is 'int4'; accepted: one whose keys have a randomized Hadamard rotation"),
         ({"scheme": "hadamard-int5"}, "scheme is 'hadamard-int5'"),
+        ({"layers": {"4": {}, "x": {}}}, r"seeds for layers \[4, 9\]; accepted: those of its manifest"),
+        ({"layers": {"4": None, "9": None}}, "has a damaged manifest; accepted: what kvlab calibrate wrote"),
+        ({"layers": [4, 9]}, "has a damaged manifest"),
+        ({"search": {"seeds": [0, 1]}}, "has a damaged manifest"),
+        ({"search": {"seeds": [5, 6, 7, 8]}}, "has a damaged manifest"),
+        ({"captures": [{"text_hash": "t0"}]}, "has a damaged manifest"),
+        ({"holdout": None}, "has a damaged manifest"),
     ],
 )
 def test_other_manifests_are_refused(tmp_path, calibration, change, message):
@@ -105,7 +112,7 @@ def test_other_manifests_are_refused(tmp_path, calibration, change, message):
         ({"rotation_seeds": torch.tensor([0, -1])}, "rotation seed is -1"),
         ({"rotation_seeds": torch.tensor([0])}, r"rotation_seeds is torch.int64 \[1\] for layers torch.int64 \[2\]"),
         ({"rotation_seeds": torch.tensor([0.0, 1.0])}, "rotation_seeds is torch.float32"),
-        ({"layers": torch.tensor([4, 4])}, r"seeds for layers \[4\]"),
+        ({"layers": torch.tensor([4, 4])}, r"layers \[4, 4\]; accepted: each layer once"),
         ({"warp": torch.zeros(1)}, "calibration has the tensors"),
     ],
 )
@@ -123,7 +130,7 @@ def test_other_tensors_are_refused(tmp_path, calibration, change, message):
         (torch.full((2, 2, 16, 16), torch.nan), "key_maps of layer 4 has a non-finite component"),
         (torch.zeros(2, 16, 16), r"key_maps is torch.float32 \[2, 16, 16\]; accepted: float32 \[2, 2, 16, 16\]"),
         (torch.ones(2, 2, 16, 8), r"key_maps of layer 4 has shape \[2, 16, 8\]; accepted: \[2, 16, 16\]"),
-        (torch.ones(2, 2, 16, 16), r"matrices\[4\] has condition number"),
+        (torch.ones(2, 2, 16, 16), r"key_maps\[4\] has condition number"),
         (None, "calibration has the tensors"),
     ],
 )
@@ -141,6 +148,23 @@ def test_a_missing_tensor_is_refused(tmp_path, calibration):
     del tensors["key_means"]
     with pytest.raises(ValueError, match="calibration has the tensors"):
         Calibration.load(write(tmp_path / "c", tensors, manifest))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("objectives", ["x"] * 4), ("error_before", "x"), ("error_after", 10**400)]
+)
+def test_layers_that_hold_no_numbers_are_refused(tmp_path, calibration, field, value):
+    tensors, manifest = parts(calibration)
+    manifest["layers"]["9"][field] = value
+    with pytest.raises(ValueError, match="has a damaged manifest; accepted: what kvlab calibrate wrote"):
+        Calibration.load(write(tmp_path / "c", tensors, manifest))
+
+
+def test_a_manifest_too_deep_to_be_read_is_refused(tmp_path, calibration):
+    tensors, _ = parts(calibration)
+    path = write(tmp_path / "c", tensors, "[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ValueError, match="is no valid calibration file"):
+        Calibration.load(path)
 
 
 @pytest.mark.parametrize("manifest", ["null", "[]", "{", '"text"', "{}"])

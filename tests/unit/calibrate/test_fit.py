@@ -85,3 +85,16 @@ def test_a_progress_bar_where_asked(capture_of, capsys):
 def test_a_scheme_without_a_rotation_is_refused(capture_of, call):
     with pytest.raises(ValueError, match="scheme is 'int4'; accepted: one whose keys have a randomized Hadamard"):
         call(capture_of())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([5],), "capture is a int; accepted: what kvlab.capture or open_capture gives"),
+        (("folder",), "capture is a str; accepted"),
+        (([], "balanced"), "finder is 'balanced'; accepted: a function of kvlab.calibrate"),
+    ],
+)
+def test_what_is_no_capture_or_finder_is_refused(arguments, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        fit_transforms(*arguments)

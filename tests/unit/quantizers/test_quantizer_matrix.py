@@ -99,6 +99,13 @@ def test_bits_per_number(quantizer, bits):
     assert quantizer.bits_per_number(128) == bits
 
 
+@pytest.mark.parametrize("quantizer", [RefitInteger(), TurboQuant(), IntegerZeroPoint(), AsymmetricInteger(), MXFP4()])
+@pytest.mark.parametrize("head_dim", [0, -128, 64.0, None])
+def test_a_head_dim_that_is_none_has_no_bits(quantizer, head_dim):
+    with pytest.raises((TypeError, ValueError), match=f"^head_dim is {head_dim}; accepted: an integer of at least 1$"):
+        quantizer.bits_per_number(head_dim)
+
+
 @every_quantizer
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_keeps_shape_and_dtype_and_leaves_its_input_alone(quantizer, dtype):

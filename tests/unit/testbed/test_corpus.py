@@ -203,6 +203,15 @@ def test_what_fails_half_way_leaves_the_old_file_and_nothing_else(archive, tmp_p
 
 
 @needs_dpkg
+def test_a_file_for_a_folder_and_a_folder_for_a_file_are_refused(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match=r"^packages is .*, which cannot be written .*; accepted: a folder$"):
+        corpus.fetch(file)
+    with pytest.raises(ValueError, match=r"^out is .*, a folder; accepted: a file$"):
+        corpus.write_text(tmp_path, tmp_path)
+
+
 def test_a_package_with_another_hash_is_refused(archive):
     deb = archive.add({"a.html": page(english(1))})
     deb.write_bytes(deb.read_bytes() + b"x")

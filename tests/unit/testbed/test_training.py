@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -15,6 +16,7 @@ from task_cases import NATURAL, PARTS
 from kvlab.testbed import prepared as preparing
 from kvlab.testbed.batches import ANSWER, CONTEXT, TEXT, batches
 from kvlab.testbed.config import Stage, TrainingPlan, default_config
+from kvlab.testbed.export import export
 from kvlab.testbed.prepared import prepare, read_prepared
 from kvlab.testbed.samples import END
 from kvlab.testbed.scoring import held_out_text, next_token_losses, task_table, write_scores
@@ -95,7 +97,7 @@ def test_a_vocabulary_that_cannot_be_filled_is_refused(vocabulary, message):
 
 
 def test_a_folder_that_lacks_something_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"which lacks tokenizer.json, .*accepted: one from prepare$"):
+    with pytest.raises(ValueError, match=r"which lacks tokenizer.json, .*accepted: a folder that kvlab testbed prep"):
         read_prepared(tmp_path)
 
 
@@ -180,7 +182,7 @@ def test_another_plans_run_is_refused_and_stays(folder, trained):
 
 
 def test_a_folder_without_a_run_has_no_model(tmp_path):
-    with pytest.raises(ValueError, match=r"which has no state.pt; accepted: a folder that train wrote$"):
+    with pytest.raises(ValueError, match=r"which has no state.pt; accepted: a folder that kvlab testbed train wrote$"):
         read_model(tmp_path)
 
 
@@ -268,6 +270,81 @@ def test_a_file_that_is_no_text_is_refused(content, message, tmp_path):
 
 
 def test_a_run_without_data_is_refused_and_leaves_nothing(tmp_path):
-    with pytest.raises(ValueError, match=r"which lacks tokenizer.json, .*; accepted: one from prepare$"):
+    with pytest.raises(ValueError, match=r"which lacks tokenizer.json, .*; accepted: a folder that kvlab testbed prep"):
         train(tmp_path / "nothing", tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "task_parts.json", "train-en.npy", "held_out-de.npy"]
+)
+@pytest.mark.parametrize("content", ["garbage", "{}"])
+def test_a_damaged_folder_is_refused_and_nothing_is_begun(folder, name, content, tmp_path):
+    broken = tmp_path / "prepared"
+    shutil.copytree(folder, broken)
+    (broken / name).write_text(content)
+    message = rf"^prepared is .*, whose {name} is damaged; accepted: a folder that kvlab testbed prepare wrote$"
+    with pytest.raises(ValueError, match=message):
+        run(broken, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_is_as_long_as_the_longest_sequence_or_refused(folder, tmp_path):
+    # Whatever the text: a sequence has a token more than its length, and a start is drawn.
+    longest = read_prepared(folder).shortest("train") - 2
+    plan = {"steps": 1, "task_share": 0, "warmup": 0}
+    message = rf"^prepared is .*, with {longest + 2} tokens of a language to train on; accepted: at least {longest + 3}"
+    with pytest.raises(ValueError, match=message):
+        too_long = longest + 1
+        run(folder, tmp_path / "out", plan={**plan, "stages": (Stage(too_long, 1),), "tokens_per_step": too_long})
+    assert not (tmp_path / "out").exists()
+    opened = read_prepared(folder)
+    for number in range(4):
+        assert len(opened.text(random.Random(number), longest + 1)) == longest + 1
+
+
+def test_a_damaged_run_is_refused(folder, trained, tmp_path):
+    for content in (b"garbage", b""):
+        (tmp_path / STATE).write_bytes(content)
+        with pytest.raises(ValueError, match=r"^run is .*, whose state.pt is damaged; accepted: a folder that kvlab"):
+            read_model(tmp_path, config())
+    torch.save({}, tmp_path / STATE)
+    with pytest.raises(ValueError, match=r"^out is .*, whose state.pt is damaged; accepted: a folder that kvlab"):
+        run(folder, tmp_path)
+    with pytest.raises(ValueError, match=r"^run is .*, which holds another model; accepted: a run of this one$"):
+        read_model(trained[0])
+
+
+def test_lengths_beyond_the_text_or_the_model_are_refused(folder, trained, tmp_path, monkeypatch):
+    sizes = {"tasks": ["pairs"], "lengths": [1024], "prompts": 1, "text_length": 64}
+    shortest = min(len(read_prepared(folder).tokens("held_out", language)) for language in ("en", "de"))
+    with pytest.raises(ValueError, match=rf"^text_length is {shortest + 1}; accepted: at most {shortest}, the tokens"):
+        write_scores(trained[0], folder, tmp_path / "out", device="cpu", **sizes | {"text_length": shortest + 1})
+    monkeypatch.setattr("kvlab.testbed.scoring.read_model", lambda *_, **__: read_model(trained[0], config()))
+    with pytest.raises(ValueError, match=r"^length is 262145; accepted: at most the model's 262144$"):
+        write_scores(trained[0], folder, tmp_path / "out", device="cpu", **sizes | {"lengths": [1024, 262_145]})
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_without_a_language_is_refused_and_leaves_nothing(folder, tmp_path, monkeypatch):
+    lines = (folder.parent / "text.jsonl").read_text().splitlines()
+    (tmp_path / "text.jsonl").write_text("\n".join(line for line in lines if '"en"' in line))
+    monkeypatch.setattr(preparing, "VOCABULARY", VOCABULARY)
+    with pytest.raises(ValueError, match=r"^text is .*, which has no train documents of language 'de'; accepted: "):
+        prepare(tmp_path / "text.jsonl", tmp_path / "out", PARTS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_where_a_folder_goes_is_refused_before_any_work(folder, trained, tmp_path):
+    out = tmp_path / "out"
+    out.write_text("kept")
+    sizes = {"tasks": ["pairs"], "lengths": [1024], "prompts": 1, "text_length": 64, "device": "cpu"}
+    for write in (
+        lambda: prepare(folder.parent / "text.jsonl", out, PARTS),
+        lambda: run(folder, out),
+        lambda: export(read_model(trained[0], config()), out),
+        lambda: write_scores(trained[0], folder, out, **sizes),
+    ):
+        with pytest.raises(ValueError, match=r"^out is .*, which cannot be written \(.* is no folder\); accepted: "):
+            write()
+    assert out.read_text() == "kept"

@@ -176,6 +176,8 @@ EYE = torch.eye(8)
         (lambda: Matrix({3: EYE * torch.nan}), ValueError, r"matrices\[3\] has a non-finite component"),
         (lambda: Matrix(torch.ones(8, 8)), ValueError, "matrices has condition number .*; accepted: at most 8192"),
         (lambda: Matrix(EYE * torch.logspace(0, 4, 8)), ValueError, "condition number 1e\\+04"),
+        (lambda: Matrix({3: EYE * 0}, "maps"), ValueError, r"maps\[3\] has condition number"),
+        (lambda: Matrix({3: EYE}, "maps").forward(torch.ones(8)), ValueError, "layer is 0, which maps lacks"),
         (lambda: Matrix({}), ValueError, "matrices is an empty mapping"),
         (lambda: OrthogonalMatrix(EYE * (1 + 2**-22)), ValueError, "matrices has an entry of Q Qᵀ − I of 4.77e-07"),
         (lambda: Matrix(EYE).forward(torch.ones(3, 4)), ValueError, "x has head_dim 4 .*accepted: 8"),
