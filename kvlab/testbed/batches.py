@@ -125,3 +125,33 @@ def batches(
             for ids, kinds in loader:
                 yield stage, {"ids": ids, "kinds": kinds}
         begin = end
+
+
+def held_out_batch(prepared: Prepared, plan: TrainingPlan, length: int, language: str) -> dict[str, torch.Tensor]:
+    """Return a batch of held-out text, shaped as the plan's at a length.
+
+    Stretches of the longest stage's length, evenly spread, are cut into rows: whatever the length, the same tokens are
+    to be predicted. Text that is shorter than a stretch is repeated.
+
+    Parameters
+    ----------
+    prepared
+        Whose text is read.
+    plan
+        Of the training; every stage's length has to divide the longest, or rows are left out.
+    length
+        Tokens of a row.
+    language
+        "en" or "de".
+
+    Returns
+    -------
+    dict
+        As of `batches`; every token is natural text.
+    """
+    tokens, longest = prepared.tokens("held_out", language), max(stage.length for stage in plan.stages)
+    starts = np.linspace(0, max(0, len(tokens) - longest - 1), plan.tokens_per_step // longest).astype(int)
+    stretches = [np.resize(tokens[start : start + longest + 1], longest + 1) for start in starts]
+    rows = [s[begin : begin + length + 1] for s in stretches for begin in range(0, longest - length + 1, length)]
+    ids = torch.from_numpy(np.stack(rows).astype(np.int64))
+    return {"ids": ids, "kinds": torch.full((len(rows), length), TEXT, dtype=torch.int8)}

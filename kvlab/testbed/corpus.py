@@ -1,6 +1,6 @@
 """The testbed's text: English and German documentation from pinned Debian 12 packages.
 
-``data/testbed/corpus.csv`` names the packages with version, SHA-256, licence and which of their HTML pages
+``data/testbed/corpus.csv`` names the packages with version, SHA-256, licence and which of their files
 are read. `fetch` brings them, `documents` makes plain text of them, `write_text` keeps it. The text itself
 is no part of the repository.
 
@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 from kvlab.paths import check_out, written_whole
 from kvlab.tables import data_folder
-from kvlab.testbed.page_text import page_text, tidy
+from kvlab.testbed.page_text import tidy
+from kvlab.testbed.readers import file_text
 
 HELD_OUT_SHARE = 0.02
 
@@ -195,7 +196,7 @@ def documents(folder: str | Path, table: Path | None = None, *, progress: bool =
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing; fetch the packages first")
         _check_sha256(source, path)
-        pages = {name: page_text(page) for name, page in _pages(source, path)}
+        pages = {name: file_text(name, page, source.language) for name, page in _pages(source, path)}
         if not pages:
             raise ValueError(f"{path} holds no page like {source.pages!r}; accepted: pages the package has")
         for name, text in sorted(_without_repeated_lines(pages).items()):

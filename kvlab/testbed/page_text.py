@@ -55,7 +55,7 @@ def page_text(page: bytes) -> str:
             element.tag = "p"
     for listing in main.xpath(".//pre"):
         # inscriptis joins the lines of elements inside, such as <code>.
-        listing.text, listing[:] = listing.text_content(), []
+        listing.text, listing[:] = INVISIBLE.sub("", listing.text_content()), []
     text = Inscriptis(main, ParserConfig(css=STRICT_CSS_PROFILE)).get_text()
     return tidy(text)
 

@@ -72,8 +72,14 @@ class Prepared:
         return min(len(self.tokens(split, language)) for language in LANGUAGES)
 
     def text(self, rng: random.Random, length: int, split: str = "train") -> np.ndarray:
-        """Draw a stretch of ``length`` tokens of natural text, both languages equally often; uint16."""
-        tokens = self.tokens(split, rng.choice(LANGUAGES))
+        """Draw a stretch of ``length`` tokens of natural text, uint16.
+
+        Languages are drawn by the square roots of their sizes: equally often, the smaller one would soon be known by
+        heart; by their sizes, it would hardly be learnt.
+        """
+        sizes = [len(self.tokens(split, language)) for language in LANGUAGES]
+        [language] = rng.choices(LANGUAGES, [size**0.5 for size in sizes])
+        tokens = self.tokens(split, language)
         start = rng.randrange(len(tokens) - length)
         return np.asarray(tokens[start : start + length])
 
@@ -160,7 +166,7 @@ def read_documents(text: Path) -> Iterator[dict[str, Any]]:
 
 
 def _tokenized(tokenizer: Tokenizer, text: Path, split: str, language: str) -> np.ndarray:
-    end = [tokenizer.token_to_id(END)]
+    end = np.array([tokenizer.token_to_id(END)], dtype=np.uint16)
     chosen = [
         document["text"]
         for document in read_documents(text)
@@ -174,8 +180,9 @@ def _tokenized(tokenizer: Tokenizer, text: Path, split: str, language: str) -> n
     pieces = []
     for start in range(0, len(chosen), BATCH):
         for encoding in tokenizer.encode_batch(chosen[start : start + BATCH]):
-            pieces += [encoding.ids, end]
-    return np.concatenate([np.asarray(piece, dtype=np.uint16) for piece in pieces])
+            # As numbers of two bytes at once: lists of so many tokens would take gigabytes.
+            pieces += [np.asarray(encoding.ids, dtype=np.uint16), end]
+    return np.concatenate(pieces)
 
 
 def read_prepared(prepared: Path) -> Prepared:

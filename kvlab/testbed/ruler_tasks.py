@@ -247,7 +247,7 @@ def _example(material: Material, rng: random.Random) -> str:
 
 
 def cwe(material: Material, rng: random.Random, length: int) -> Sample:
-    """Ask for the most common words of a numbered list, in the order in which they first appear."""
+    """Ask for the most common words of a numbered list; they are answered in a random order, as any is right."""
     length = material.shorter(rng, length)
     wording, tokens = material.parts["cwe"], material.tokens
     head, first = wording["head"][:-1], wording["head"][-1]
@@ -270,9 +270,8 @@ def cwe(material: Material, rng: random.Random, length: int) -> Sample:
     rng.shuffle(listed)
     # `listed` is as long as its numbers are needed.
     context = chain.from_iterable((number, f" {word}") for number, word in zip(numbers, listed, strict=False))
-    found = set(common)
-    ordered = dict.fromkeys(word for word in listed if word in found)
-    answer = chain.from_iterable((number, f" {word}") for number, word in zip(answers, ordered, strict=True))
+    # Already in random order, of which `listed` tells nothing.
+    answer = chain.from_iterable((number, f" {word}") for number, word in zip(answers, common, strict=True))
     return Sample("cwe", _counted(head, context, wording["ask"], [*answer, END]))
 
 

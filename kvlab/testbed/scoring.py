@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import lzma
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
+from tokenizers import Tokenizer
 from torch.nn import functional
 from tqdm import tqdm
 from transformers import Kolibri1ForCausalLM
@@ -26,6 +28,12 @@ from kvlab.testbed.training import read_model
 
 LOGIT_TOKENS = 8192
 """Positions whose logits exist at once."""
+
+WRITTEN = {"vt", "cwe", "fwe"}
+"""Tasks whose answer is several words, right in any order: as in RULER, what the model writes has to contain them."""
+
+NUMBERING = re.compile(r"\d+\.")
+"""What is no word of an answer: of "1. house 2. tree" two are."""
 
 
 @torch.no_grad()
@@ -48,19 +56,52 @@ def next_token_losses(
     losses, hits
         float32 nats and bool, ``[tokens − 1]``.
     """
-    tokens, window = ids.shape[1] - 1, model.config.sliding_window
-    masks = attention_masks(window, tokens, ids.device)
-    if full_window is not None:
-        masks = {**masks, "full_attention": attention_masks(full_window, tokens, ids.device)["sliding_attention"]}
+    hidden = _hidden_states(model, ids, full_window)
     with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=ids.is_cuda):
-        hidden = model.model(input_ids=ids[:, :-1], attention_mask=masks, use_cache=False).last_hidden_state[0]
         losses, hits = [], []
-        for start in range(0, tokens, LOGIT_TOKENS):
+        for start in range(0, len(hidden), LOGIT_TOKENS):
             targets = ids[0, start + 1 : start + 1 + LOGIT_TOKENS]
             logits = model.lm_head(hidden[start : start + len(targets)]).float()
             losses.append(functional.cross_entropy(logits, targets, reduction="none"))
             hits.append(logits.argmax(dim=-1) == targets)
     return torch.cat(losses), torch.cat(hits)
+
+
+def _hidden_states(model: Kolibri1ForCausalLM, ids: torch.Tensor, full_window: int | None) -> torch.Tensor:
+    """Return the last hidden states of all tokens but the last, ``[tokens − 1, hidden]``."""
+    tokens, window = ids.shape[1] - 1, model.config.sliding_window
+    masks = attention_masks(window, tokens, ids.device)
+    if full_window is not None:
+        masks = {**masks, "full_attention": attention_masks(full_window, tokens, ids.device)["sliding_attention"]}
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=ids.is_cuda):
+        return model.model(input_ids=ids[:, :-1], attention_mask=masks, use_cache=False).last_hidden_state[0]
+
+
+@torch.no_grad()
+def greedy_answer(
+    model: Kolibri1ForCausalLM, ids: torch.Tensor, begin: int, end: int, *, full_window: int | None = None
+) -> torch.Tensor:
+    """Return what greedy decoding writes in place of the tokens from ``begin`` to ``end``.
+
+    All of them are guessed at once and read again until nothing changes: then each is the most probable one after
+    those before it, which is what one token at a time would give. The first k are final after k passes, most sooner.
+
+    Parameters
+    ----------
+    model, ids, full_window
+        See `next_token_losses`.
+    begin, end
+        Of the answer; 0 < ``begin`` < ``end`` ≤ tokens.
+    """
+    ids = ids.clone()
+    for _ in range(begin, end):
+        hidden = _hidden_states(model, ids, full_window)[begin - 1 : end - 1]
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=ids.is_cuda):
+            guess = model.lm_head(hidden).argmax(dim=-1)
+        if torch.equal(guess, ids[0, begin:end]):
+            break
+        ids[0, begin:end] = guess
+    return ids[0, begin:end]
 
 
 def held_out_text(model: Kolibri1ForCausalLM, prepared: Prepared, *, length: int) -> pd.DataFrame:
@@ -116,9 +157,12 @@ def task_table(
     seed: int,
     full_window: int | None = None,
 ) -> pd.DataFrame:
-    """Measure how often a task's answer is right, every token of it being the most probable one.
+    """Measure how often a task's answers are right, and how much of them is.
 
-    That is when greedy decoding would write it. One question a prompt.
+    The answer of a task of `WRITTEN` is decoded greedily and has to contain every word, in any order; parts are words.
+    Of the other tasks every token has to be the most probable one, which is when greedy decoding would write it; parts
+    are tokens. One question a prompt; ``copy`` and ``pairs`` ask for everything that they have shown, thousands of
+    tokens, so that ``share`` says more of them than ``right``.
 
     Parameters
     ----------
@@ -140,23 +184,38 @@ def task_table(
     Returns
     -------
     pandas.DataFrame
-        ``task``, ``length``, ``prompts``, ``right``, ``full_window``.
+        ``task``, ``length``, ``prompts``, ``right``, ``share`` (of the answers' parts that are right, mean over
+        prompts), ``full_window``.
     """
     material = Material(prepared.parts, PieceTokenizer(prepared.tokenizer), prepared.passage, alone=1)
     rows = []
     for name in names:
         for length in lengths:
-            right = 0
+            shares = []
             for number in tqdm(range(prompts), desc=f"{name}, {length} tokens", unit="prompt"):
                 rng = random.Random(f"kvlab/testbed/score/{seed}/{name}/{length}/{number}")
                 sample = TASKS[name](material, rng, length + 1)
                 ids, answers = encode(sample, material.tokens, length + 1)
                 moved = torch.from_numpy(ids.astype(np.int64))[None].to(model.device)
-                _, hits = next_token_losses(model, moved, full_window=full_window)
-                right += bool(hits.cpu()[torch.from_numpy(answers[1:])].all())
-            row = {"task": name, "length": length, "prompts": prompts, "right": right, "full_window": full_window}
-            rows.append(row)
+                if name in WRITTEN:
+                    begin, end = np.flatnonzero(answers)[[0, -1]] + [0, 1]
+                    written = greedy_answer(model, moved, begin, end, full_window=full_window)
+                    shares.append(_contained(prepared.tokenizer, ids[begin:end], written))
+                else:
+                    _, hits = next_token_losses(model, moved, full_window=full_window)
+                    shares.append(hits.cpu()[torch.from_numpy(answers[1:])].double().mean().item())
+            row = {"task": name, "length": length, "prompts": prompts, "right": shares.count(1)}
+            rows.append({**row, "share": np.mean(shares), "full_window": full_window})
     return pd.DataFrame(rows)
+
+
+def _contained(tokenizer: Tokenizer, answer: np.ndarray, written: torch.Tensor) -> float:
+    """Return the share of an answer's words that were written before the end of the text."""
+    words, found = (
+        tokenizer.decode(ids.tolist(), skip_special_tokens=False).split(END)[0].split() for ids in (answer, written)
+    )
+    words = [word for word in words if not NUMBERING.fullmatch(word)]
+    return sum(word in found for word in words) / len(words)
 
 
 def write_scores(

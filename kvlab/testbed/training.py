@@ -6,6 +6,7 @@ import contextlib
 import csv
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +19,10 @@ from tqdm import tqdm
 
 from kvlab.capture_job import choose_device
 from kvlab.paths import check_out, written_whole
-from kvlab.testbed.batches import ANSWER, TEXT, batches
+from kvlab.testbed.batches import ANSWER, TEXT, batches, held_out_batch
 from kvlab.testbed.config import TrainingPlan, default_config
-from kvlab.testbed.model import attention_masks, balance, compile_layers, training_model
-from kvlab.testbed.prepared import read_prepared
+from kvlab.testbed.model import attention_masks, balance, compile_layers, routers, training_model
+from kvlab.testbed.prepared import LANGUAGES, Prepared, read_prepared
 
 if TYPE_CHECKING:
     from transformers import Kolibri1Config, Kolibri1ForCausalLM
@@ -38,9 +39,13 @@ CURVE_COLUMNS = (
     "answer_loss",
     "answer_accuracy",
     "busiest_expert",
+    "held_out_en",
+    "held_out_de",
 )
 LOG_EVERY = 25
 """Steps between two rows of the curve; a row is the last step's, which costs a wait for the device."""
+HELD_OUT_EVERY = 100
+"""Steps between two rows with the losses of held-out text: two forward passes, each about a third of a step."""
 SAVE_EVERY = 500
 """Steps between two states on disk."""
 CLIP = 1.0
@@ -95,9 +100,10 @@ def train(
     """
     plan, config, device = plan or TrainingPlan(), config or default_config(), choose_device(device)
     check_out(out)
+    opened = read_prepared(prepared)
     # With the token after it, and somewhere to begin.
     least = max(stage.length for stage in plan.stages) + 2
-    if (shortest := read_prepared(prepared).shortest("train")) < least:
+    if (shortest := opened.shortest("train")) < least:
         raise ValueError(
             f"prepared is {str(prepared)!r}, with {shortest} tokens of a language to train on; "
             f"accepted: at least {least}, for the plan's longest sequences"
@@ -134,6 +140,8 @@ def train(
             if progress.step % LOG_EVERY == 0 or progress.step == plan.steps:
                 progress.seconds = time.monotonic() - started
                 row = _row(measured)
+                if progress.step % HELD_OUT_EVERY == 0 or progress.step == plan.steps:
+                    row |= _held_out(model, opened, plan, stage.length, sums)
                 curve(
                     step=progress.step,
                     tokens=progress.step * plan.tokens_per_step,
@@ -165,6 +173,26 @@ def _losses(
     return sums(model.lm_head.weight, hidden, ids[:, 1:], batch["kinds"], answer_weight)
 
 
+def _held_out(
+    model: Kolibri1ForCausalLM, prepared: Prepared, plan: TrainingPlan, length: int, sums: Callable[..., Any]
+) -> dict[str, float]:
+    """Return the mean loss of a fixed sample of held-out text, in nats a token, by language; leave no trace.
+
+    With gradients on, though none are computed: without them, or in batches of another shape, layers would be compiled
+    once more for each stage.
+    """
+    losses = {}
+    for language in LANGUAGES:
+        batch = held_out_batch(prepared, plan, length, language)
+        moved = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        measured = _losses(model, moved, plan.answer_weight, sums)
+        losses[f"held_out_{language}"] = round((measured["text"] / measured["texts"]).item(), 5)
+    # What the router has just been balanced for must not count again.
+    for _, load in routers(model):
+        load.zero_()
+    return losses
+
+
 def _sums(
     head: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor, kinds: torch.Tensor, answer_weight: float
 ) -> dict[str, torch.Tensor]:
@@ -179,7 +207,7 @@ def _sums(
     targets, kinds
         Of the next tokens, ``[sequences, tokens]``.
     answer_weight
-        What an answer's token weighs; natural text weighs 1, a task's context nothing.
+        See `TrainingPlan`; natural text weighs 1 a token, a task's context nothing.
 
     Returns
     -------
@@ -189,9 +217,10 @@ def _sums(
     """
     logits = functional.linear(hidden.to(torch.bfloat16), head.to(torch.bfloat16)).float().flatten(0, 1)
     loss = functional.cross_entropy(logits, targets.flatten(), reduction="none")
-    kinds = kinds.flatten()
     text, answer = (kinds == TEXT).float(), (kinds == ANSWER).float()
-    weights = text + answer_weight * answer
+    answers = answer.sum(dim=1, keepdim=True).clamp(min=1)
+    weights = (text + answer_weight * answer * (kinds.shape[1] / answers).sqrt()).flatten()
+    text, answer = text.flatten(), answer.flatten()
     with torch.no_grad():
         hits = (logits.argmax(dim=-1) == targets.flatten()).float()
     return {
@@ -220,11 +249,15 @@ def _optimizer(model: nn.Module, plan: TrainingPlan) -> torch.optim.Optimizer:
 
 def _row(sums: dict[str, torch.Tensor]) -> dict[str, float]:
     values = {name: value.item() for name, value in sums.items()}
-    answers = max(1.0, values["answers"])
+
+    # Not a number where a batch has no text, or no task.
+    def mean(total: str, number: str) -> float:
+        return round(values[total] / values[number], 5) if values[number] else math.nan
+
     return {
-        "text_loss": round(values["text"] / max(1.0, values["texts"]), 5),
-        "answer_loss": round(values["answer"] / answers, 5),
-        "answer_accuracy": round(values["hits"] / answers, 5),
+        "text_loss": mean("text", "texts"),
+        "answer_loss": mean("answer", "answers"),
+        "answer_accuracy": mean("hits", "answers"),
     }
 
 

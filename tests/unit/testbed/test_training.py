@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from task_cases import NATURAL, PARTS
 
 from kvlab.testbed import prepared as preparing
-from kvlab.testbed.batches import ANSWER, CONTEXT, TEXT, batches
+from kvlab.testbed.batches import ANSWER, CONTEXT, TEXT, batches, held_out_batch
 from kvlab.testbed.config import Stage, TrainingPlan, default_config
 from kvlab.testbed.export import export
-from kvlab.testbed.prepared import prepare, read_prepared
+from kvlab.testbed.model import attention_masks
+from kvlab.testbed.prepared import Prepared, prepare, read_prepared
 from kvlab.testbed.samples import END
-from kvlab.testbed.scoring import held_out_text, next_token_losses, task_table, write_scores
+from kvlab.testbed.scoring import greedy_answer, held_out_text, next_token_losses, task_table, write_scores
 from kvlab.testbed.tokenizer import SPECIAL, train_tokenizer
-from kvlab.testbed.training import CURVE, STATE, read_model, train
+from kvlab.testbed.training import CURVE, STATE, _sums, read_model, train
 
 pytestmark = pytest.mark.unit
 
@@ -74,6 +75,15 @@ def test_every_document_is_in_its_split_and_ends(folder):
             found = opened.tokenizer.decode(tokens.tolist(), skip_special_tokens=False).split(END)[:-1]
             held_out = split == "held_out"
             assert found == [t["text"] for t in texts if (t["language"], t["held_out"]) == (language, held_out)]
+
+
+def test_languages_are_drawn_by_the_roots_of_their_sizes(folder, monkeypatch):
+    sizes = {"en": 9_000, "de": 1_000}
+    monkeypatch.setattr(Prepared, "tokens", lambda _self, _split, language: np.full(sizes[language], sizes[language]))
+    rng = random.Random(0)
+    german = sum(int(read_prepared(folder).text(rng, 10)[0]) == 1_000 for _ in range(400))
+    # 100 expected, with a standard deviation of 8.7.
+    assert 65 <= german <= 135
 
 
 @given(text=st.text())
@@ -138,6 +148,32 @@ def test_batches_do_not_depend_on_workers_or_where_one_begins(folder):
         assert same(drawn(folder, first_step), everything[first_step:])
 
 
+@pytest.mark.parametrize("language", ["en", "de"])
+def test_the_held_out_sample_is_the_same_at_every_length(folder, language):
+    opened = read_prepared(folder)
+    short, long = (held_out_batch(opened, PLAN, length, language) for length in (256, 512))
+    assert short["ids"].shape == (4, 257) and long["ids"].shape == (2, 513)
+    assert torch.equal(short["ids"][:, 1:].flatten(), long["ids"][:, 1:].flatten())
+    assert torch.equal(short["ids"][:, :-1].flatten(), long["ids"][:, :-1].flatten())
+    assert (short["kinds"] == TEXT).all() and short["kinds"].shape == (4, 256)
+    held_out, trained_on = (opened.tokens(split, language).tolist() for split in ("held_out", "train"))
+    begin = long["ids"][0, :30].tolist()
+    assert begin == held_out[:30]
+    assert not any(trained_on[start : start + 30] == begin for start in range(len(trained_on)))
+
+
+def test_answers_of_a_sequence_weigh_by_the_root_of_their_number():
+    generator = torch.Generator().manual_seed(0)
+    head, hidden = torch.randn(16, 8, generator=generator), torch.randn(2, 64, 8, generator=generator)
+    kinds = torch.full((2, 64), CONTEXT, dtype=torch.int8)
+    kinds[0], kinds[1, 10:14] = TEXT, ANSWER
+    targets = torch.randint(16, (2, 64), generator=generator)
+    found = _sums(head, hidden, targets, kinds, 3.0)
+    # Four answers of 64 tokens: 3 · √(4 · 64) in all.
+    want = (found["text"] + 12 * found["answer"]) / (64 + 48)
+    torch.testing.assert_close(found["loss"], want)
+
+
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("run")
@@ -149,29 +185,46 @@ def test_it_learns(trained):
     assert progress.step == PLAN.steps
     (row,) = pd.read_csv(out / CURVE).to_dict("records")
     assert row["step"] == 20 and row["tokens"] == 20 * 1024 and row["length"] == 512
+    # The plan's last batch has two tasks.
+    assert np.isnan(row["text_loss"])
     # From the uniform distribution's.
-    assert row["text_loss"] < np.log(VOCABULARY) - 1
+    for loss in ("answer_loss", "held_out_en", "held_out_de"):
+        assert row[loss] < np.log(VOCABULARY) - 0.4
+
+
+def test_the_curves_last_losses_of_held_out_text_are_the_trained_models(folder, trained):
+    (row,) = pd.read_csv(trained[0] / CURVE).to_dict("records")
+    model = read_model(trained[0], config(), training=True)
+    for language in ("en", "de"):
+        rows = held_out_batch(read_prepared(folder), PLAN, 512, language)["ids"]
+        losses = torch.stack([next_token_losses(model, ids[None])[0] for ids in rows])
+        # The curve's is in bfloat16, of 8 bits.
+        assert row[f"held_out_{language}"] == pytest.approx(losses.mean().item(), rel=2**-7)
 
 
 def test_pieces_are_the_run_in_one(folder, trained, tmp_path, monkeypatch):
     # Time is asked for with each row, and is up when it is first asked for.
     monkeypatch.setattr("kvlab.testbed.training.LOG_EVERY", 6)
+    # That held-out text is scored more often must leave no trace.
+    monkeypatch.setattr("kvlab.testbed.training.HELD_OUT_EVERY", 12)
     steps = [run(folder, tmp_path, minutes=0).step for _ in range(4)]
     assert steps == [6, 12, 18, 20]
     one, other = (torch.load(out / STATE, weights_only=True)["model"] for out in (trained[0], tmp_path))
     assert all(torch.equal(one[name], other[name]) for name in one)
     curve = pd.read_csv(tmp_path / CURVE)
     assert curve["step"].tolist() == steps
-    assert curve["text_loss"].iloc[-1] == pd.read_csv(trained[0] / CURVE)["text_loss"].iloc[-1]
+    assert curve["held_out_en"].notna().tolist() == [False, True, False, True]
+    for column in ("answer_loss", "busiest_expert", "held_out_de"):
+        assert curve[column].iloc[-1] == pd.read_csv(trained[0] / CURVE)[column].iloc[-1]
 
 
 def test_rows_of_a_piece_that_was_lost_are_dropped(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("kvlab.testbed.training.LOG_EVERY", 1)
     run(folder, tmp_path, minutes=0)
     with (tmp_path / CURVE).open("a") as curve:
-        curve.write("2,2048,9,256,0,9,9,9,9\n")
+        curve.write("2,2048,9,256,0,9,9,9,9,,\n")
     run(folder, tmp_path, minutes=0)
-    assert pd.read_csv(tmp_path / CURVE)["text_loss"].iloc[-1] != 9
+    assert pd.read_csv(tmp_path / CURVE)["busiest_expert"].tolist()[-1] != 9
 
 
 def test_another_plans_run_is_refused_and_stays(folder, trained):
@@ -220,7 +273,7 @@ def test_tasks_are_counted(folder, trained):
     table = task_table(model, read_prepared(folder), ["niah_single"], [300, 400], prompts=3, seed=0)
     assert table["prompts"].tolist() == [3, 3] and table["length"].tolist() == [300, 400]
     # Seven digits by chance.
-    assert not table["right"].any()
+    assert not table["right"].any() and table["share"].between(0, 0.9).all()
 
 
 def test_a_model_that_knows_the_answers_has_all_of_them(folder, trained, monkeypatch):
@@ -234,6 +287,46 @@ def test_a_model_that_knows_the_answers_has_all_of_them(folder, trained, monkeyp
     model = read_model(trained[0], config(), training=True)
     table = task_table(model, read_prepared(folder), ["niah_single", "pairs"], [300], prompts=4, seed=0)
     assert table["right"].tolist() == [4, 4]
+
+
+def test_greedy_answers_are_those_of_one_token_at_a_time(folder, trained):
+    model = read_model(trained[0], config(), training=True)
+    ids = torch.from_numpy(read_prepared(folder).text(random.Random(1), 120).astype(np.int64))[None]
+    want = ids[:, :100]
+    for _ in range(15):
+        with torch.no_grad():
+            padded = torch.cat([want, want.new_zeros(1, 120 - want.shape[1])], dim=1)
+            masks = attention_masks(33, 119, ids.device)
+            hidden = model.model(input_ids=padded[:, :-1], attention_mask=masks, use_cache=False).last_hidden_state
+            token = model.lm_head(hidden[:, want.shape[1] - 1]).argmax(dim=-1)
+        want = torch.cat([want, token[:, None]], dim=1)
+    before = ids.clone()
+    assert torch.equal(greedy_answer(model, ids, 100, 115), want[0, 100:])
+    assert torch.equal(ids, before)
+
+
+@pytest.mark.parametrize(
+    ("write", "right", "share"),
+    [
+        (lambda words: words, 3, 1),
+        (lambda words: words[::-1], 3, 1),
+        (lambda words: [*words[:-1], END, words[-1]], 0, 0.8),
+        (lambda words: [words[0]] * 5, 0, 0.2),
+    ],
+)
+def test_words_are_right_in_any_order_before_the_end(folder, trained, monkeypatch, write, right, share):
+    opened = read_prepared(folder)
+    encode = opened.tokenizer.encode
+
+    def written(_model, ids, begin, end, *, full_window=None):
+        words = opened.tokenizer.decode(ids[0, begin:end].tolist()).split()
+        assert len(words) == 5
+        return torch.tensor(encode(f" {' '.join(write(words))}{END}").ids)
+
+    monkeypatch.setattr("kvlab.testbed.scoring.greedy_answer", written)
+    model = read_model(trained[0], config(), training=True)
+    (row,) = task_table(model, opened, ["vt"], [2048], prompts=3, seed=0).to_dict("records")
+    assert row["right"] == right and row["share"] == pytest.approx(share)
 
 
 def test_scores_of_no_task_are_refused(folder, trained, tmp_path):
