@@ -109,6 +109,8 @@ def calibrate_captures(
     tokens: int | None,
     finder: str | None,
     device: str | None,
+    *,
+    values: bool,
 ) -> dict[str, object]:
     """Calibrate on captures, write the file and return its manifest.
 
@@ -125,6 +127,7 @@ def calibrate_captures(
         seeds=seeds,
         tokens=tokens,
         finder=finder,
+        values=values,
         device=choose_device(device),
         progress=True,
     )
@@ -134,8 +137,10 @@ def calibrate_captures(
 
 def calibration_as_text(manifest: Mapping[str, dict], out: Path) -> str:
     """Return what a calibration gained, layer by layer."""
-    lines = [
-        f"layer {layer:>3}: attention-output error of keys {entry['error_before']:.2%} → {entry['error_after']:.2%}"
-        for layer, entry in manifest["layers"].items()
-    ]
+    lines = []
+    for layer, entry in manifest["layers"].items():
+        gained = f"keys {entry['error_before']:.2%} → {entry['error_after']:.2%}"
+        if "value_error_after" in entry:
+            gained += f", of values {entry['value_error_before']:.2%} → {entry['value_error_after']:.2%}"
+        lines.append(f"layer {layer:>3}: attention-output error of {gained}")
     return "\n".join([*lines, f"written to {out}"])

@@ -19,8 +19,9 @@ from kvlab.calibrate.fit import fit_layer, rotation_matrix
 from kvlab.calibrate.layers import every_second_query, full_layers, on_device
 from kvlab.calibrate.means import layer_means
 from kvlab.calibrate.seeds import Means, check_seeds, search_layers
+from kvlab.calibrate.values import fit_values
 from kvlab.checks import check_choice
-from kvlab.measure import layer_errors
+from kvlab.measure.attention import Stored, layer_errors
 from kvlab.provenance import today
 from kvlab.recording import Capture, LayerCapture
 from kvlab.schemes import Scheme, get_scheme
@@ -52,10 +53,11 @@ def calibrate(
     finalists: int = 5,
     centre: bool = True,
     finder: str | None = None,
+    values: bool = False,
     device: torch.device | str | None = None,
     progress: bool = False,
 ) -> Calibration:
-    """Find a rotation seed, key means and, where asked for, a key map for every full-attention layer.
+    """Find a rotation seed, key means and, where asked for, maps of keys and values for every full-attention layer.
 
     Every seed is ranked by the covariance-weighted key error with the centring in force (`search_seeds`). The best
     few of each layer are ranked again by the attention-output error, K stored, on what was held out.
@@ -81,6 +83,8 @@ def calibrate(
         How to find a matrix per KV head that takes the place of the rotation, by its name in
         `kvlab.calibrate.closed_forms.FINDERS`; None only rotates. It is taken in the layers where it lowers the error
         of what was held out.
+    values
+        Whether to find a mean and a matrix of the values too (`fit_values`), taken by the same rule.
     device
         Where to compute, one layer at a time; None is where the captures lie.
     progress
@@ -110,7 +114,7 @@ def calibrate(
     means = layer_means(searched, scheme) if centre else None
     search = search_layers(searched, scheme, seeds, means, tokens, device, progress=progress)
     best = search.sort_values(["objective", "seed"]).groupby("layer")["seed"].apply(lambda own: own.iloc[:finalists])
-    layers, maps = {}, {}
+    layers, maps, value_means, value_maps = {}, {}, {}, {}
     for index, own in tqdm(judged.items(), desc="finalists", unit="layer", disable=not progress):
         before, errors = _judge(own, scheme, best[index].tolist(), means, device)
         layers[index] = _entry(search[search["layer"] == index], before, errors)
@@ -118,6 +122,8 @@ def calibrate(
             mean, maps[index] = _map(searched[index], own, scheme, finder, layers[index], index, means, device)
             if means is not None:
                 means[index] = mean
+        if values:
+            value_means[index], value_maps[index] = _values(searched[index], own, scheme, layers[index], index, device)
     first = next(iter(judged.values()))[0]
     manifest = {
         "format": FORMAT,
@@ -128,14 +134,20 @@ def calibrate(
         "num_kv_heads": first.k.shape[1],
         "head_dim": first.k.shape[3],
         "scheme": scheme.name,
-        "ingredients": ["rotation_seeds", *(["key_means"] if centre else []), *(["key_maps"] if maps else [])],
+        "ingredients": [
+            "rotation_seeds",
+            *(["key_means"] if centre else []),
+            *(["key_maps"] if maps else []),
+            *(["value_means", "value_maps"] if values else []),
+        ],
         "captures": [_identity(capture.manifest) for capture in captures],
         "holdout": [_identity(capture.manifest) for capture in holdout],
         "objective": OBJECTIVE,
         "search": {"seeds": seeds, "tokens": tokens, **({"finder": finder} if maps else {})},
         "layers": {str(index): entry for index, entry in layers.items()},
     }
-    return Calibration({index: _winner(entry) for index, entry in layers.items()}, means, manifest, maps or None)
+    winners = {index: _winner(entry) for index, entry in layers.items()}
+    return Calibration(winners, means, manifest, maps or None, value_means or None, value_maps or None)
 
 
 def _judge(
@@ -143,16 +155,16 @@ def _judge(
 ) -> tuple[float, dict[int, float]]:
     """Held-out attention-output error of ``scheme`` and of each seed, the mean over captures."""
     candidates = {seed: calibrated_scheme(scheme, seed, means, name=f"seed {seed}") for seed in seeds}
-    mean = _mean_errors(layers, [scheme, *candidates.values()], device)
+    mean = _mean_errors(layers, [scheme, *candidates.values()], "K", device)
     return mean[scheme.name], {seed: mean[candidate.name] for seed, candidate in candidates.items()}
 
 
 def _mean_errors(
-    layers: list[LayerCapture], schemes: list[Scheme], device: torch.device | str | None
+    layers: list[LayerCapture], schemes: list[Scheme], stored: Stored, device: torch.device | str | None
 ) -> dict[str, float]:
-    """Return the attention-output error of each scheme by name, K stored, the mean over captures."""
-    errors = [layer_errors(on_device(layer, device), schemes, ["K"]) for layer in layers]
-    return {name: sum(one[name, "K"] for one in errors) / len(errors) for name, _ in errors[0]}
+    """Return the attention-output error of each scheme by name, the mean over captures."""
+    errors = [layer_errors(on_device(layer, device), schemes, [stored]) for layer in layers]
+    return {name: sum(one[name, stored] for one in errors) / len(errors) for name, _ in errors[0]}
 
 
 def _map(
@@ -173,12 +185,36 @@ def _map(
     rotation = rotation_matrix(hadamard, index, judged[0].k.shape[-1])
     mean, matrix = fit_layer(searched, FINDERS[finder], scheme, rotation, centre=means is not None)
     own = calibrated_scheme(scheme, 0, None if mean is None else {index: mean}, {index: matrix}, name=finder)
-    entry["error_map"] = _rounded(_mean_errors(judged, [own], device)[finder])
+    entry["error_map"] = _rounded(_mean_errors(judged, [own], "K", device)[finder])
     if entry["error_map"] < entry["error_after"]:
         entry["error_after"] = entry["error_map"]
         return mean, matrix
     heads = judged[0].k.shape[1]
     return None if means is None else means[index], rotation.expand(heads, -1, -1)
+
+
+def _values(
+    searched: list[LayerCapture],
+    judged: list[LayerCapture],
+    scheme: Scheme,
+    entry: dict,
+    index: int,
+    device: torch.device | str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find a layer's mean and map of values; return them, or those that leave values as they are.
+
+    Enters the errors, V stored, without and with what is returned.
+    """
+    hadamard = RandomizedHadamard(_winner(entry), rotation_of(scheme).block_size)
+    mean, matrix = fit_values(searched, rotation_matrix(hadamard, index, judged[0].v.shape[-1]))
+    of_values = {"value_means": {index: mean}, "value_maps": {index: matrix}}
+    mapped = calibrated_scheme(scheme, 0, **of_values, name="mapped")
+    errors = _mean_errors(judged, [scheme, mapped], "V", device)
+    entry["value_error_before"] = _rounded(errors[scheme.name])
+    entry["value_error_after"] = _rounded(min(errors.values()))
+    if errors["mapped"] < errors[scheme.name]:
+        return mean, matrix
+    return torch.zeros_like(mean), torch.eye(matrix.shape[-1]).expand_as(matrix)
 
 
 def _entry(search: pd.DataFrame, before: float, errors: dict[int, float]) -> dict:

@@ -35,7 +35,7 @@ def query_basis(sample: KeySample, rotation: torch.Tensor) -> torch.Tensor:
     ----------
     OSCAR 2026, arXiv:2605.17757 (rotations from the query covariance, followed by a Hadamard matrix).
     """
-    return _led_by_the_free_direction(rotation) @ _query_eigenvectors(sample).mT
+    return led_by_the_free_direction(rotation) @ _query_eigenvectors(sample).mT
 
 
 def channel_scales(sample: KeySample, rotation: torch.Tensor) -> torch.Tensor:
@@ -45,14 +45,14 @@ def channel_scales(sample: KeySample, rotation: torch.Tensor) -> torch.Tensor:
     ----------
     Xiao et al. 2022, arXiv:2211.10438 (SmoothQuant: scales exchanged between two factors).
     """
-    return rotation.double() * _best_scales(_shrunk(sample.covariance), _shrunk(sample.moment))[:, None]
+    return rotation.double() * _best_scales(shrunk(sample.covariance), shrunk(sample.moment))[:, None]
 
 
 def scaled_query_basis(sample: KeySample, rotation: torch.Tensor) -> torch.Tensor:
     """Scale in the queries' eigenbasis: A = R diag(λ) Uᵀ, λ = (c_i / (Uᵀ M U)_ii)^¼."""
     basis = _query_eigenvectors(sample)
-    scales = _best_scales(*(basis.mT @ _shrunk(moment) @ basis for moment in (sample.covariance, sample.moment)))
-    return _led_by_the_free_direction(rotation) @ (scales[..., None] * basis.mT)
+    scales = _best_scales(*(basis.mT @ shrunk(moment) @ basis for moment in (sample.covariance, sample.moment)))
+    return led_by_the_free_direction(rotation) @ (scales[..., None] * basis.mT)
 
 
 def balanced(sample: KeySample, rotation: torch.Tensor) -> torch.Tensor:
@@ -68,11 +68,11 @@ def balanced(sample: KeySample, rotation: torch.Tensor) -> torch.Tensor:
     ----------
     Laub, Heath, Paige & Ward 1987, IEEE Transactions on Automatic Control 32 (balancing from two Cholesky factors).
     """
-    queries, keys = (torch.linalg.cholesky(_shrunk(moment)) for moment in (sample.covariance, sample.moment))
+    queries, keys = (torch.linalg.cholesky(shrunk(moment)) for moment in (sample.covariance, sample.moment))
     left, sigma, _ = torch.linalg.svd(queries.mT @ keys)
     balancing = sigma.rsqrt()[..., None] * (queries @ left).mT
     balancing[:, 0] *= FREE_FACTOR
-    return _led_by_the_free_direction(rotation) @ balancing
+    return led_by_the_free_direction(rotation) @ balancing
 
 
 def _query_eigenvectors(sample: KeySample) -> torch.Tensor:
@@ -84,7 +84,7 @@ def _best_scales(covariance: torch.Tensor, moment: torch.Tensor) -> torch.Tensor
     return (covariance.diagonal(dim1=-2, dim2=-1) / moment.diagonal(dim1=-2, dim2=-1)) ** 0.25
 
 
-def _led_by_the_free_direction(rotation: torch.Tensor) -> torch.Tensor:
+def led_by_the_free_direction(rotation: torch.Tensor) -> torch.Tensor:
     """R W with W the reflection that makes R W e₀ = 1/√d, the vector that an offset takes."""
     rotation = rotation.double()
     free = rotation.mean(0) * len(rotation) ** 0.5
@@ -95,7 +95,14 @@ def _led_by_the_free_direction(rotation: torch.Tensor) -> torch.Tensor:
     return rotation - 2 * torch.outer(rotation @ across, across) / across.square().sum()
 
 
-def _shrunk(moment: torch.Tensor) -> torch.Tensor:
+def shrunk(moment: torch.Tensor) -> torch.Tensor:
+    """Add `SHRINKAGE` of its mean eigenvalue to every eigenvalue of a second moment, per KV head.
+
+    Raises
+    ------
+    ValueError
+        A head has no energy.
+    """
     head_dim = moment.shape[-1]
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)
     if not (mean > 0).all():

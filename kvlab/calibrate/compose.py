@@ -17,9 +17,13 @@ def calibrated_scheme(
     means: Mapping[int, torch.Tensor] | None = None,
     maps: Mapping[int, torch.Tensor] | None = None,
     *,
+    value_means: Mapping[int, torch.Tensor] | None = None,
+    value_maps: Mapping[int, torch.Tensor] | None = None,
     name: str = "calibrated",
 ) -> Scheme:
     """Store keys as A·(x − μ): means μ and matrix A per layer, a rotation by its seed, all else as ``base`` has it.
+
+    Values likewise where they have means or maps of their own.
 
     Parameters
     ----------
@@ -39,18 +43,25 @@ def calibrated_scheme(
     Returns
     -------
     Scheme
-        Keys centred, rotated or mapped, quantized; values and gain as in ``base``.
+        Keys centred, rotated or mapped, quantized; all else as in ``base``.
 
     Raises
     ------
     TypeError, ValueError
-        ``base`` is unknown or has other transforms on its keys; ``seeds``, ``means`` or ``maps`` are not as
-        described.
+        ``base`` is unknown, has other transforms on its keys or any on values that are to be mapped; ``seeds``, means
+        or maps are not as described.
     """
     rotation = rotation_of(get_scheme(base))
     centring = [] if means is None else [Center(means)]
     mapping = RandomizedHadamard(seeds, rotation.block_size) if maps is None else Matrix(maps, "maps")
-    return fitted_scheme(base, Chain(*centring, mapping), name=name)
+    scheme = fitted_scheme(base, Chain(*centring, mapping), name=name)
+    of_values = [] if value_means is None else [Center(value_means)]
+    of_values += [] if value_maps is None else [Matrix(value_maps, "value_maps")]
+    if not of_values:
+        return scheme
+    if scheme.values.transform.transforms:
+        raise ValueError(f"base is {scheme.source!r}; accepted with maps of values: one that transforms none")
+    return dataclasses.replace(scheme, values=StoredAs(*of_values, quantizer=scheme.values.quantizer))
 
 
 def fitted_scheme(base: str | Scheme, transforms: Chain, *, name: str = "fitted") -> Scheme:

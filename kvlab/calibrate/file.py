@@ -20,14 +20,15 @@ from kvlab.transforms import Matrix
 from kvlab.transforms.parameters import check_integer
 
 FORMAT = "kvlab-calibration/1"
-INGREDIENTS = ("rotation_seeds", "key_means", "key_maps")
-OPTIONAL = INGREDIENTS[1:]
+OPTIONAL = {"key_means": 1, "key_maps": 2, "value_means": 1, "value_maps": 2}
+"""Ingredients that may be missing → how many dimensions of head_dim each KV head has in them."""
+INGREDIENTS = ("rotation_seeds", *OPTIONAL)
 MANIFEST_KEY = "kvlab"
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Rotation seeds, key means and key maps of each full-attention layer, with where they come from.
+    """Rotation seeds, means and maps of each full-attention layer, with where they come from.
 
     Attributes
     ----------
@@ -38,12 +39,15 @@ class Calibration:
     key_maps
         The same layers → float32 ``[num_kv_heads, head_dim, head_dim]``, the matrices that keys are multiplied with,
         the rotations of these seeds inside them; None where keys are only rotated.
+    value_means, value_maps
+        The same of the values; None where they are stored as they are.
     manifest
         What can be written as JSON: ``format``, ``kvlab`` (its version), ``date``, ``model``, ``config_hash``,
         ``num_kv_heads``, ``head_dim``, ``scheme`` (the base), ``ingredients``, ``captures`` and ``holdout`` (each
         with ``capture_hash``, ``text_hash``, ``revision``, ``tokens``), ``objective``, ``search`` (its ``seeds``
         and ``tokens``) and per layer ``layers``: every seed's objective, the finalists' attention-output errors,
-        ``error_before`` and ``error_after``; with maps ``error_map`` too, and ``finder`` under ``search``.
+        ``error_before`` and ``error_after``; with maps ``error_map`` too, and ``finder`` under ``search``; with value
+        maps ``value_error_before`` and ``value_error_after``, V stored.
 
     Raises
     ------
@@ -56,6 +60,8 @@ class Calibration:
     key_means: dict[int, torch.Tensor] | None
     manifest: dict
     key_maps: dict[int, torch.Tensor] | None = None
+    value_means: dict[int, torch.Tensor] | None = None
+    value_maps: dict[int, torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         rotation_of(get_scheme(self.base))
@@ -78,13 +84,13 @@ class Calibration:
             parts += [values] if values is not None else []
         if len({tuple(sorted(map(str, part))) for part in parts}) > 1:
             raise ValueError(f"calibration has seeds for layers {list(self.layers)}; accepted: those of its manifest")
-        if self.key_maps is not None:
-            Matrix(self.key_maps, "key_maps")
+        for name in ("key_maps", "value_maps"):
+            if (maps := getattr(self, name)) is not None:
+                Matrix(maps, name)
 
     def _shape(self, name: str) -> list[int]:
         """Return what an optional ingredient has for each layer."""
-        num_kv_heads, head_dim = self.manifest["num_kv_heads"], self.manifest["head_dim"]
-        return {"key_means": [num_kv_heads, head_dim], "key_maps": [num_kv_heads, head_dim, head_dim]}[name]
+        return [self.manifest["num_kv_heads"], *[self.manifest["head_dim"]] * OPTIONAL[name]]
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -98,7 +104,8 @@ class Calibration:
 
     def scheme(self, name: str = "calibrated") -> Scheme:
         """Return the scheme to measure, apply and serve: ``base`` with these seeds, means and maps."""
-        return calibrated_scheme(self.base, self.seeds, self.key_means, self.key_maps, name=name)
+        values = {"value_means": self.value_means, "value_maps": self.value_maps}
+        return calibrated_scheme(self.base, self.seeds, self.key_means, self.key_maps, **values, name=name)
 
     @property
     def search(self) -> pd.DataFrame:
@@ -117,7 +124,8 @@ class Calibration:
 
         Columns ``layer``, ``seed``, ``objective`` (of that seed), ``min``, ``q1``, ``median``, ``q3``, ``max``
         (over all seeds), ``error_before`` (base scheme) and ``error_after``: attention-output errors, K stored,
-        on what was held out. With maps ``error_map`` too, which is ``error_after`` where the map was taken.
+        on what was held out. With maps ``error_map`` too, which is ``error_after`` where the map was taken; with value
+        maps ``value_error_before`` and ``value_error_after``, V stored.
         """
         rows = []
         for layer, own in self.search.groupby("layer"):
@@ -138,7 +146,9 @@ class Calibration:
 
     @property
     def _errors(self) -> list[str]:
-        return ["error_before", "error_after", *(["error_map"] if self.key_maps is not None else [])]
+        of_maps = [] if self.key_maps is None else ["error_map"]
+        of_values = [] if self.value_maps is None else ["value_error_before", "value_error_after"]
+        return ["error_before", "error_after", *of_maps, *of_values]
 
     def _entry(self, layer: int) -> dict:
         return self.manifest["layers"][str(layer)]
@@ -228,11 +238,11 @@ class Calibration:
         indices, optional = layers.tolist(), dict.fromkeys(OPTIONAL)
         if len(set(indices)) < len(indices):
             raise ValueError(f"calibration has layers {indices}; accepted: each layer once")
-        for name, ndim in zip(OPTIONAL, (3, 4), strict=True):
+        for name, dims in OPTIONAL.items():
             if (x := tensors.get(name)) is None:
                 continue
-            if x.dtype != torch.float32 or x.ndim != ndim or len(x) != len(layers):
-                sizes = [manifest["num_kv_heads"], *[manifest["head_dim"]] * (ndim - 2)]
+            if x.dtype != torch.float32 or x.ndim != dims + 2 or len(x) != len(layers):
+                sizes = [manifest["num_kv_heads"], *[manifest["head_dim"]] * dims]
                 raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; accepted: float32 {[len(layers), *sizes]}")
             optional[name] = dict(zip(indices, x.unbind(), strict=True))
         return cls(seeds=dict(zip(indices, seeds.tolist(), strict=True)), manifest=manifest, **optional)

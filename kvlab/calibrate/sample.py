@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,7 +56,7 @@ class KeySample:
     @property
     def moment(self) -> torch.Tensor:
         """M: the weighted second moment of the keys about zero, float64 ``[num_kv_heads, head_dim, head_dim]``."""
-        return _moment(self.keys, self.weights)
+        return moment(self.keys, self.weights)
 
     def minus(self, mean: torch.Tensor) -> KeySample:
         """Return this sample with ``mean``, ``[num_kv_heads, head_dim]``, subtracted from the keys."""
@@ -153,18 +153,30 @@ def _as_stored(layer: LayerCapture, item: int, scheme: Scheme) -> tuple[torch.Te
     return keys, queries.reshape(len(keys), -1, keys.shape[-1])
 
 
-def _importance(layer: LayerCapture, item: int) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Sum w² ‖v − o‖² per token and per query, and ‖o‖² over all, a block of queries at a time."""
+def attention_weights(layer: LayerCapture, item: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the sampled queries' attention weights of one sequence, a block of queries at a time.
+
+    Yields
+    ------
+    weights, outputs
+        float32 ``[num_kv_heads, queries, tokens]``, the caller's to change, and ``[num_kv_heads, queries, head_dim]``.
+    """
     k, v = layer.k[item].float(), layer.v[item].float()
     num_kv_heads, tokens, head_dim = k.shape
     queries = (layer.q[item].float() * layer.scaling).reshape(num_kv_heads, -1, head_dim)
     last = layer.positions.repeat(queries.shape[1] // len(layer.positions))[:, None]
     seen = torch.arange(tokens, device=k.device)
     step = max(1, BLOCK_SCORES // (num_kv_heads * tokens))
-    per_token, per_query, energy = 0, [], 0.0
     for q, until in zip(queries.split(step, dim=1), last.split(step), strict=True):
         weights = (q @ k.mT).masked_fill_(seen > until, -torch.inf).softmax(-1)
-        outputs = weights @ v
+        yield weights, weights @ v
+
+
+def _importance(layer: LayerCapture, item: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Sum w² ‖v − o‖² per token and per query, and ‖o‖² over all."""
+    v = layer.v[item].float()
+    per_token, per_query, energy = 0, [], 0.0
+    for weights, outputs in attention_weights(layer, item):
         lengths = outputs.square().sum(-1, keepdim=True)
         distances = (v.square().sum(-1)[:, None] + lengths - 2 * outputs @ v.mT).clamp_(min=0)
         pairs = weights.square_().mul_(distances)
@@ -179,10 +191,11 @@ def _joined(parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
     columns = [torch.cat([part.cpu() for part in column], dim=1) for column in zip(*parts, strict=True)]
     keys, weights, queries, counts = columns
     weights, counts = (column / column.sum(-1, keepdim=True) for column in (weights, counts))
-    return KeySample(keys, weights, _moment(queries, counts))
+    return KeySample(keys, weights, moment(queries, counts))
 
 
-def _moment(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def moment(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return Σ weight · x xᵀ over ``[num_kv_heads, tokens, head_dim]``, a float64 matrix per KV head."""
     blocks = zip(x.split(BLOCK_TOKENS, dim=1), weights.split(BLOCK_TOKENS, dim=1), strict=True)
     return sum((block.double() * weight[..., None]).mT @ block.double() for block, weight in blocks)
 

@@ -139,11 +139,16 @@ def calibrate_command(
             "balanced (the best one), scaled_query_basis, channel_scales or query_basis.",
         ),
     ] = None,
+    values: Annotated[
+        bool, typer.Option("--values", help="Find a mean and a matrix per KV head of the values too.")
+    ] = False,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find each layer's rotation seed, key means and, where asked for, key maps; write a calibration file."""
+    """Find each layer's rotation seed, key means and, where asked for, maps; write a calibration file."""
     from kvlab import measure_job
 
-    document = measure_job.calibrate_captures(captures, holdout or [], out, seeds, tokens, finder, device)
+    document = measure_job.calibrate_captures(
+        captures, holdout or [], out, seeds, tokens, finder, device, values=values
+    )
     typer.echo(json.dumps(document) if as_json else measure_job.calibration_as_text(document, out))

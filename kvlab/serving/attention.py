@@ -17,7 +17,7 @@ from kvlab.kernels.layout import REGION_TOKENS, cell_bytes
 from kvlab.kernels.store import norm_rotate_store
 from kvlab.schemes import Scheme
 from kvlab.serving.backend import Int4Backend
-from kvlab.serving.schemes import layer_folding
+from kvlab.serving.schemes import layer_folding, value_map
 
 
 class Int4Attention(Attention):
@@ -114,14 +114,18 @@ class Store:
         self.scheme, self.layer = scheme, layer
         self.q_norm, self.k_norm, self.eps = stock.q_norm, stock.k_norm, stock.q_norm.variance_epsilon
         self.num_heads, self.num_kv_heads = stock.num_heads, stock.num_kv_heads
+        self.total_num_kv_heads = stock.total_num_kv_heads
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         first = rank * stock.total_num_kv_heads // size
         self.heads = list(range(first, first + self.num_kv_heads))
-        self.folding = None
+        self.folding = self.values = None
 
     def fold(self) -> None:
         """Fold the norms' gains, as they are now, into the matrices."""
-        self.folding = layer_folding(self.scheme, self.layer, self.q_norm.weight, self.k_norm.weight, self.heads)
+        gains = self.q_norm.weight, self.k_norm.weight
+        sizes = {"num_kv_heads": self.total_num_kv_heads, "head_dim": len(gains[0])}
+        self.values = value_map(self.scheme, self.layer, self.heads, **sizes, device=gains[0].device)
+        self.folding = layer_folding(self.scheme, self.layer, *gains, self.heads, self.values)
 
     def __call__(self, qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Store the tokens that have a slot and return all rotated queries, ``[tokens, num_heads, head_size]``."""
@@ -134,3 +138,8 @@ class Store:
             num_kv_heads=self.num_kv_heads,
             eps=self.eps,
         )
+
+    def restore(self, output: torch.Tensor) -> None:
+        """Bring outputs back to where values came from, ``[tokens, num_heads, head_size]``, in place."""
+        if self.values is not None:
+            self.values.restore(output)

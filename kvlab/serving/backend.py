@@ -190,6 +190,7 @@ class Int4Impl(AttentionImpl):
             announce(self.vllm_config, layer, kv_cache)
         step, plan, prefills = attn_metadata, attn_metadata.plan, attn_metadata.prefills
         query = layer.store(query, kv_cache, step.slots)
+        tokens = 0
         if plan is not None:
             tokens = step.decodes * plan.q_len
             plan.attend(
@@ -213,6 +214,8 @@ class Int4Impl(AttentionImpl):
                 workspace=self._workspace(),
                 out=output[rows],
             )
+            tokens = rows.stop
+        layer.store.restore(output[:tokens])
         return output
 
     def _workspace(self) -> torch.Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kvlab.calibrate import Calibration, calibrated_scheme
@@ -26,7 +28,70 @@ def served_scheme(options: Options) -> Scheme:
     return get_scheme(options.kv_cache)
 
 
-def layer_folding(scheme: Scheme, layer: int, q_gain: torch.Tensor, k_gain: torch.Tensor, heads: list[int]) -> Folding:
+@dataclass(frozen=True, eq=False)
+class ValueMap:
+    """What a layer's values meet before they are stored, and its outputs afterwards.
+
+    The weights of an output o = Σ w v add up to 1, so that it comes back from the map as a single value does.
+
+    Attributes
+    ----------
+    matrix, bias
+        A and −A μ, float32 ``[num_kv_heads, head_dim, head_dim]`` and ``[num_kv_heads, head_dim]``.
+    inverse, mean
+        A⁻ᵀ and μ, bfloat16 ``[num_kv_heads, head_dim, head_dim]`` and ``[num_kv_heads, 1, head_dim]``: rounding them
+        costs an output about what rounding itself does.
+    """
+
+    matrix: torch.Tensor
+    bias: torch.Tensor
+    inverse: torch.Tensor
+    mean: torch.Tensor
+
+    def restore(self, output: torch.Tensor) -> None:
+        """Map bfloat16 ``[tokens, num_heads, head_dim]`` back, in place."""
+        grouped = output.unflatten(1, (len(self.mean), -1)).transpose(0, 1)
+        rows = torch.baddbmm(self.mean, grouped.flatten(1, 2), self.inverse)
+        grouped.copy_(rows.view(grouped.shape))
+
+
+def value_map(
+    scheme: Scheme, layer: int, heads: list[int], *, num_kv_heads: int, head_dim: int, device: torch.device
+) -> ValueMap | None:
+    """Return what a scheme does to the values of a layer, or None where it stores them as they are.
+
+    Parameters
+    ----------
+    scheme, layer, heads
+        As in `layer_folding`.
+    num_kv_heads, head_dim
+        Of the layer, all ranks together.
+    device
+        Of the result.
+    """
+    transform = scheme.values.transform
+    if not transform.transforms:
+        return None
+    # Affine maps show themselves on zero and on the unit vectors, the rows.
+    probes = torch.cat([torch.zeros(1, head_dim), torch.eye(head_dim)]).expand(num_kv_heads, -1, -1)
+    there, back = (each(probes, layer)[heads] for each in (transform.forward, transform.inverse))
+    (bias, matrix), (mean, inverse) = (each.split([1, head_dim], dim=1) for each in (there, back))
+    return ValueMap(
+        (matrix - bias).mT.contiguous().to(device),
+        bias[:, 0].contiguous().to(device),
+        (inverse - mean).bfloat16().contiguous().to(device),
+        mean.bfloat16().to(device),
+    )
+
+
+def layer_folding(
+    scheme: Scheme,
+    layer: int,
+    q_gain: torch.Tensor,
+    k_gain: torch.Tensor,
+    heads: list[int],
+    values: ValueMap | None = None,
+) -> Folding:
     """Fold a scheme and the gains of QK-norm into the matrices of a layer without RoPE.
 
     Parameters
@@ -39,6 +104,8 @@ def layer_folding(scheme: Scheme, layer: int, q_gain: torch.Tensor, k_gain: torc
         ``[head_dim]``.
     heads
         The KV heads of this rank, among all of the layer's.
+    values
+        Of the same scheme, layer and heads.
 
     Returns
     -------
@@ -56,6 +123,8 @@ def layer_folding(scheme: Scheme, layer: int, q_gain: torch.Tensor, k_gain: torc
     return Folding(
         _of_heads(q_matrix, heads, dims=2).to(device),
         _of_heads(k_matrix, heads, dims=2).to(device),
+        v_matrix=None if values is None else values.matrix,
+        v_bias=None if values is None else values.bias,
         k_bias=_of_heads(k_bias, heads, dims=1).expand(len(heads), -1).contiguous().to(device)
         if k_bias.any()
         else None,

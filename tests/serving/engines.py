@@ -117,19 +117,21 @@ def run_engine(name, checkpoint, calibration, folder):
     return json.loads(answer.read_text())
 
 
-def key_maps(num_kv_heads, generator, head_dim=128):
-    """Matrices for the keys of a layer's heads: no rotations, but no direction is made three times another."""
+def maps(num_kv_heads, generator, head_dim=128):
+    """Matrices for a layer's KV heads: no rotations, but no direction is made three times another."""
     noise = torch.randn(num_kv_heads, head_dim, head_dim, generator=generator)
     scales = 0.6 + torch.rand(num_kv_heads, head_dim, generator=generator)
     return torch.linalg.qr(noise).Q * scales[:, None]
 
 
 def write_calibration(path):
-    """A calibration of the tiny model: a seed, key means and maps of its own for each full-attention layer."""
+    """A calibration of the tiny model: a seed, means and maps of its own for each full-attention layer."""
     config = served_config()
     generator = torch.Generator().manual_seed(3)
     shape = (config.num_key_value_heads, config.head_dim)
-    seeds, errors = {layer: 11 + layer for layer in FULL}, {"error_before": 0.0, "error_after": 0.0, "error_map": 0.0}
+    seeds = {layer: 11 + layer for layer in FULL}
+    names = ("error_before", "error_after", "error_map", "value_error_before", "value_error_after")
+    errors = dict.fromkeys(names, 0.0)
     manifest = {
         "format": "kvlab-calibration/1",
         "model": "tiny",
@@ -137,13 +139,13 @@ def write_calibration(path):
         "num_kv_heads": shape[0],
         "head_dim": shape[1],
         "scheme": "hadamard-int4",
-        "ingredients": ["rotation_seeds", "key_means", "key_maps"],
+        "ingredients": ["rotation_seeds", "key_means", "key_maps", "value_means", "value_maps"],
         "captures": [],
         "holdout": [],
         "search": {"seeds": list(seeds.values())},
         "layers": {str(layer): {"objectives": [0.0] * len(seeds), **errors} for layer in FULL},
     }
     # Normalised keys have components of order 1.
-    means = {layer: 0.5 * torch.randn(shape, generator=generator) for layer in FULL}
-    maps = {layer: key_maps(shape[0], generator) for layer in FULL}
-    return Calibration(seeds, means, manifest, maps).save(path)
+    means = [{layer: 0.5 * torch.randn(shape, generator=generator) for layer in FULL} for _ in range(2)]
+    matrices = [{layer: maps(shape[0], generator) for layer in FULL} for _ in range(2)]
+    return Calibration(seeds, means[0], manifest, matrices[0], means[1], matrices[1]).save(path)

@@ -7,7 +7,7 @@ import kvlab
 from kvlab.calibrate import calibrated_scheme
 from kvlab.kernels.naive.norm_rotate_store import normalise, rotate
 from kvlab.serving.options import Options
-from kvlab.serving.schemes import layer_folding, served_scheme
+from kvlab.serving.schemes import layer_folding, served_scheme, value_map
 
 pytestmark = pytest.mark.unit
 
@@ -58,3 +58,30 @@ def test_matrices_are_transform_and_gains_of_the_ranks_heads(gains, name, heads)
     torch.testing.assert_close(q.float(), rotated.transpose(0, 1), rtol=0, atol=1e-5)
     assert torch.equal(values, raw_v)
     assert (folding.k_bias is None) == (name != "calibrated")
+
+
+@pytest.mark.parametrize("heads", [[0, 1, 2, 3], [2, 3], [1]], ids=str)
+def test_values_meet_the_schemes_map_and_outputs_come_back(gains, heads):
+    generator = torch.Generator().manual_seed(3)
+    means = {LAYER: torch.randn(TOTAL_KV_HEADS, HEAD_DIM, generator=generator)}
+    basis = torch.linalg.qr(torch.randn(TOTAL_KV_HEADS, HEAD_DIM, HEAD_DIM, generator=generator)).Q
+    # No direction is made three times another.
+    maps = {LAYER: basis * (0.6 + torch.rand(TOTAL_KV_HEADS, 1, HEAD_DIM, generator=generator))}
+    scheme = calibrated_scheme("hadamard-int4", 5, value_means=means, value_maps=maps)
+    sizes = {"num_kv_heads": TOTAL_KV_HEADS, "head_dim": HEAD_DIM, "device": torch.device("cpu")}
+    values = value_map(scheme, LAYER, heads, **sizes)
+    folding = layer_folding(scheme, LAYER, *gains, heads, values)
+    every = torch.randn(TOTAL_KV_HEADS, TOKENS, HEAD_DIM, generator=generator)
+    expected = scheme.values.transform.forward(every, LAYER)[heads]
+    stored = every[heads] @ folding.v_matrix.mT + folding.v_bias[:, None]
+    # Sums of 128 products of numbers below 4, in float32.
+    torch.testing.assert_close(stored, expected, rtol=0, atol=128 * 4 * 2**-24)
+
+    # Each query head of a group has its KV head's outputs, here the stored values themselves.
+    output = expected.repeat_interleave(GROUP, dim=0).transpose(0, 1).bfloat16().contiguous()
+    values.restore(output)
+    back = every[heads].repeat_interleave(GROUP, dim=0).transpose(0, 1)
+    # Output, inverse and mean were rounded to BF16, 0.4 · 2⁻⁸ in the mean square, and once more in the end: four
+    # roundings of numbers up to 1.5 times as large, which is 1.2 · 2⁻⁸.
+    assert (output.float() - back).norm() <= 2 * 2**-8 * back.norm()
+    assert value_map(kvlab.get_scheme("hadamard-int4"), LAYER, heads, **sizes) is None
