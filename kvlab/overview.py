@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from kvlab import capacity
-from kvlab.plots import run_of
+from kvlab.plots import engine_of, run_of
 from kvlab.tables import WRITE_UP, published
 
 CONTEXTS = (65_536, 262_144)
@@ -59,12 +59,17 @@ def overview_table(kernels: pd.DataFrame, throughput: pd.DataFrame | None = None
     rows = [*_quality(), *_memory(), *_attention(kernels), *_published_gains()]
     if throughput is not None:
         rows += _throughput(throughput)
+    rows.sort(key=lambda row: (QUALITY, MEMORY, SPEED).index(row["part"]))
     return pd.DataFrame(rows, columns=COLUMNS).astype({"context": "Int64"})
 
 
 def overview_source(kernels: pd.DataFrame, throughput: pd.DataFrame | None = None) -> str:
     """Return the overview's caption: where its numbers come from, of the tables that `overview_table` takes."""
-    engine = "" if throughput is None else f" The whole engine: {run_of(throughput)}"
+    engine = (
+        ""
+        if throughput is None
+        else f" The whole engine: random weights, {engine_of(throughput, TP)}, {run_of(throughput)}"
+    )
     return (
         f"Published: {WRITE_UP}, on two H100 80 GB; its throughput is “about 70% more”, at no context named. Computed: "
         f"kvlab.capacity, TP{TP}, {CACHE_GB} GB of cache on each of two GPUs, sessions that decode (fractional; the "
@@ -89,7 +94,7 @@ def _memory() -> list[Row]:
     sessions = table.pivot(index="context", columns="scheme", values="sessions")
     source = f"kvlab capacity --context {' '.join(map(str, CONTEXTS))} --cache-gb {CACHE_GB} --tp {TP}"
     return [
-        _ratio(MEMORY, "sessions that fit", context, COMPUTED, row, f"sessions on {TP} GPUs", source)
+        _ratio(MEMORY, "sessions that fit", context, COMPUTED, row, f"sessions, {TP} GPUs", source)
         for context, row in sessions.iterrows()
     ]
 
@@ -110,14 +115,21 @@ def _attention(kernels: pd.DataFrame) -> list[Row]:
 
 
 def _throughput(table: pd.DataFrame) -> list[Row]:
-    full = table[table["counts"] & (table["point"] == "full") & (table["tensor_parallel"] == TP)]
-    speeds = full.pivot_table(index="context", columns="scheme", values="tokens_per_s")
+    """Compare throughput at full memory, and where stock is faster with fewer sessions, each at its best."""
+    counted = table[table["counts"] & (table["tensor_parallel"] == TP)]
+    full = counted[counted["point"] == "full"].pivot_table(index="context", columns="scheme", values="tokens_per_s")
+    best = counted.pivot_table(index="context", columns="scheme", values="tokens_per_s", aggfunc="max")
+    rows = []
     # Whatever else was measured: a ratio takes both.
-    speeds = speeds.reindex(columns=[STOCK, OURS]).dropna()
-    quantity = "whole engine, memory full"
-    return [
-        _ratio(SPEED, quantity, context, MEASURED, row, "tokens/s", run_of(table)) for context, row in speeds.iterrows()
-    ]
+    for context, speeds in full.reindex(columns=[STOCK, OURS]).dropna().iterrows():
+        quantities = {"whole engine, memory full": speeds}
+        if best.loc[context, STOCK] > speeds[STOCK]:
+            quantities["whole engine, each at its best"] = best.loc[context]
+        rows += [
+            _ratio(SPEED, quantity, context, MEASURED, both, "tokens/s", run_of(table))
+            for quantity, both in quantities.items()
+        ]
+    return rows
 
 
 def _published_gains() -> list[Row]:

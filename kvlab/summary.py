@@ -8,6 +8,18 @@ from kvlab import measure
 from kvlab.measure.outliers import layers_lowered_by_folding
 from kvlab.tables import WRITE_UP, published
 
+STANDING = {
+    "overview": "quality, memory and speed against stock on one page: published, computed, measured",
+    "throughput": "decode throughput of the whole engine, measured",
+    "step_model": "where a decode step's time goes, computed, beside measured steps",
+    "kernels_decode": "decode attention, measured",
+    "kernels_store": "from the projection to the cache, measured",
+    "capacity_gain": "how many more sessions fit, computed and published",
+    "ruler": "RULER by context length, published",
+    "gpqa": "GPQA Diamond by run, published",
+}
+"""Figures that no model was run for here → what they show."""
+
 
 def summarise(tables: dict[str, pd.DataFrame], where: str) -> str:
     """Return the numbers a reader asks for first, as Markdown.
@@ -68,6 +80,8 @@ def summarise(tables: dict[str, pd.DataFrame], where: str) -> str:
         lines += _loss_lines(tables["loss"].set_index("scheme"))
     if "capacity" in tables:
         lines += _capacity_lines(tables["capacity"])
+    if others := [f"| `{name}` | {shows} |" for name, shows in STANDING.items() if name in tables]:
+        lines += ["", "## Kolibri-1 elsewhere", "| figure | shows |", "|---|---|", *others]
     return "\n".join(lines) + "\n"
 
 

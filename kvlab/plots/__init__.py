@@ -13,9 +13,10 @@ from kvlab.plots.ruler import plot_ruler
 from kvlab.plots.seeds import plot_seed_spread
 from kvlab.plots.step_model import plot_step_model
 from kvlab.plots.style import save, scheme_color, style
-from kvlab.plots.throughput import plot_throughput
+from kvlab.plots.throughput import engine_of, plot_throughput
 
 __all__ = [
+    "engine_of",
     "plot_ablation",
     "plot_attention_error",
     "plot_decode_times",

@@ -117,7 +117,8 @@ def _in_words(row: dict[str, object]) -> str:
     if pd.isna(row[STOCK]):
         # As many digits as were published.
         return f"published {row['value']:g}×"
-    return f"{row['value']:.2f}×: {row[STOCK]:,.0f} → {row[OURS]:,.0f} {row['of']}"
+    digits = 1 if row["kind"] == "computed" else 0
+    return f"{row['value']:.2f}×: {row[STOCK]:,.{digits}f} → {row[OURS]:,.{digits}f} {row['of']}"
 
 
 def _name(quantity: str, context: object) -> str:

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvlab.plots.style import INK, SETUPS, WIDTH, caption, context_label, scheme_color, style
+from kvlab.plots.throughput import engine_of
 from kvlab.step_model import KERNEL
 
 PARTS = {
@@ -73,7 +74,9 @@ def plot_step_model(
         if title:
             ax.set_title(title)
         grey = ", ".join(name for name, _ in PARTS.values())
-        diamonds = "" if steps.empty else "; diamonds: whole steps as measured"
+        diamonds = ""
+        if not steps.empty:
+            diamonds = f"; diamonds: whole steps, random weights, {engine_of(measured, first['tensor_parallel'])}"
         caption(
             figure,
             f"Per GPU, TP{first['tensor_parallel']}. Computed: the bytes that a step reads, at the speed of a copy. "

@@ -85,6 +85,14 @@ def plot_throughput(
     return figure
 
 
+def engine_of(table: pd.DataFrame, tensor_parallel: int) -> str:
+    """Say how the engine of these rows ran, where a caption has to: its cache, and whether torch.compile was off."""
+    rows = table[table["tensor_parallel"] == tensor_parallel]
+    cache = " and ".join(f"{gb:.0f}" for gb in sorted(rows["cache_gb"].round().unique()))
+    off = rows["command"].str.contains("compilation-config.mode=0", regex=False).all()
+    return f"{cache} GB of cache per GPU{', without torch.compile' if off else ''}"
+
+
 def _draw_lines(ax: Axes, rows: pd.DataFrame, quantity: str) -> None:
     for (scheme, repeat), line in rows.groupby(["scheme", "repeat"], sort=False):
         first = repeat == rows["repeat"].min()
@@ -160,12 +168,13 @@ def _write(ax: Axes, head: str, lines: dict[str, str], *, x: float, ha: str) -> 
 
 
 def _explained(counted: pd.DataFrame, tensor_parallel: int) -> str:
+    engine = engine_of(counted, tensor_parallel)
     steps, slowest = counted["steps"].min(), counted["slowest_tenth"].max() - 1
     weights = ", ".join(counted["weights"].unique())
     repeats = "; thin lines: repeats" if counted["repeat"].nunique() > 1 else ""
     return (
         f"Stock: {STOCK}; rotated INT4: hadamard-int4. Measured: decode only, {steps:,.0f} steps a point, "
-        f"TP{tensor_parallel}; weights: {weights}; rings: full memory{repeats}. "
+        f"TP{tensor_parallel}; weights: {weights}; {engine}; rings: full memory{repeats}. "
         f"The slowest tenth of a point's steps is at most {slowest:.0%} slower than their median."
     )
 
@@ -174,9 +183,9 @@ def _left_out(rows: pd.DataFrame) -> str:
     """Name what was timed and does not count."""
     out = rows[~rows["counts"]]
     names = [
-        f"{row['scheme']}, {context_label(row['context'])}, {row['point']} sessions ({row['reason']})"
+        f"{row['scheme']}, {context_label(row['context'])}, {row['sessions']:.0f} sessions ({row['reason']})"
         for row in out.head(NAMED).to_dict("records")
     ]
     if len(out) > NAMED:
-        names.append(f"{len(out) - NAMED} more in the table")
+        names.append(f"{len(out) - NAMED} more, which the table names")
     return f"Not drawn, since they do not count: {'; '.join(names)}." if names else ""

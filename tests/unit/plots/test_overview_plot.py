@@ -30,7 +30,7 @@ def throughput():
     row = {"tensor_parallel": 2, "point": "full", "repeat": 1, "sessions": 9, "steps": 512, "slowest_tenth": 1.0}
     rows = [
         {**row, "scheme": scheme, "context": context, "tokens_per_s": speed, "tokens_per_s_per_session": speed / 9}
-        | {"counts": True, "reason": None, "weights": "none", **RUN}
+        | {"counts": True, "reason": None, "weights": "none", "cache_gb": 30.0, "command": "kvlab bench", **RUN}
         for (scheme, context), speed in speeds.items()
     ]
     # Neither a point that does not count nor another number of GPUs is compared.
@@ -107,6 +107,15 @@ def test_throughput_joins_where_both_were_measured():
     assert "published 1.7×" in shown
 
 
+def test_stocks_best_is_compared_with_where_it_is_not_at_full_memory():
+    table = throughput()
+    best = table.iloc[0].to_dict() | {"point": "64", "sessions": 7, "tokens_per_s": 1400.0}
+    rows = overview_table(measured("kernels_h200"), pd.concat([table, pd.DataFrame([best])]))
+    engine = rows[rows["quantity"] == "whole engine, each at its best"]
+    assert list(zip(engine["context"], engine["value"], strict=True)) == [(65_536, 1.25)]
+    assert list(rows["part"]) == sorted(rows["part"], key=["quality", "memory", "speed"].index)
+
+
 def test_published_computed_and_measured_are_told_at_a_glance(table):
     figure = plots.plot_overview(table, source="From somewhere.", title="One page")
     drawn = panels(figure)
@@ -118,7 +127,7 @@ def test_published_computed_and_measured_are_told_at_a_glance(table):
         assert all(to_hex(mark.get_markerfacecolor()) != "#ffffff" for marker in "so" for mark in marks(ax, marker))
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["published", "computed", "measured"]
-    assert {"One page", "From somewhere.", "−2.0", "1.82×: 87 → 158 sessions on 2 GPUs"} <= set(texts(figure))
+    assert {"One page", "From somewhere.", "−2.0", "1.82×: 86.5 → 157.8 sessions, 2 GPUs"} <= set(texts(figure))
 
 
 def test_marks_and_intervals_lie_where_the_table_says(table):

@@ -65,6 +65,8 @@ def test_measured_steps_are_diamonds_where_they_belong(table):
         "scheme": "fp8",
         "sessions": 8,
         "tokens_per_s": 100.0,
+        "cache_gb": 30.0,
+        "command": "kvlab bench throughput",
     }
     others = [
         {"context": 1024},
@@ -78,7 +80,9 @@ def test_measured_steps_are_diamonds_where_they_belong(table):
     (diamond,) = ax.lines
     assert diamond.get_xdata() == pytest.approx([80.0]) and diamond.get_color() == scheme_color("fp8")
     assert diamond.get_ydata()[0] == pytest.approx(1 - 0.2)
-    assert "diamonds: whole steps as measured" in figures_text(figure)[1]
+    assert "diamonds: whole steps, random weights, 30 GB of cache per GPU." in figures_text(figure)[1].replace(
+        "\n", " "
+    )
     plt.close(figure)
 
 

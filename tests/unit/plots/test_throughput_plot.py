@@ -32,6 +32,8 @@ def point(scheme, context, name, sessions, *, repeat=1, tp=2, counts=True, reaso
         "counts": counts,
         "reason": reason,
         "weights": "made up",
+        "cache_gb": 29.9998,
+        "command": "kvlab bench throughput --compilation-config.mode=0",
     }
 
 
@@ -96,14 +98,17 @@ def test_points_that_do_not_count_are_named_and_not_drawn():
     figure = draw(out, source="Made up.")
     caption = next(text.replace("\n", " ") for text in texts(figure) if "Made up." in text)
     assert f"Not drawn, since they do not count: fp8, 64k, 60 sessions ({QUEUED}); " in caption
-    assert "; 2 more in the table." in caption
+    assert "; 2 more, which the table names." in caption
     assert max(curves(figure.axes[0], "fp8")[0].get_xdata()) == 40
     assert "Not drawn" not in " ".join(texts(draw()))
 
 
 def test_steps_parallelism_weights_and_slowest_are_said():
     caption = " ".join(texts(draw())).replace("\n", " ")
-    assert "512 steps a point, TP2; weights: made up; rings: full memory; thin lines: repeats." in caption
+    assert (
+        "512 steps a point, TP2; weights: made up; 30 GB of cache per GPU, without torch.compile; rings: full memory; "
+        in caption
+    )
     assert "at most 5% slower than their median" in caption
 
 
