@@ -4,6 +4,7 @@
 a matrix per layer and KV head instead of a seed; the README of this folder derives them.
 """
 
+from kvlab.calibrate.bound import bound_table, rate_distortion_error
 from kvlab.calibrate.calibrating import calibrate
 from kvlab.calibrate.closed_forms import balanced, channel_scales, plain, query_basis, scaled_query_basis
 from kvlab.calibrate.compose import calibrated_scheme, fitted_scheme
@@ -14,6 +15,7 @@ from kvlab.calibrate.means import key_means
 from kvlab.calibrate.objective import KeyObjective, query_covariance, weighted_key_error
 from kvlab.calibrate.sample import KeySample, attention_sample, mixed_sample, uniform_sample
 from kvlab.calibrate.seeds import ranking_agreement, search_seeds
+from kvlab.calibrate.values import fit_value_transforms, fit_values
 
 __all__ = [
     "Calibration",
@@ -21,11 +23,14 @@ __all__ = [
     "KeySample",
     "attention_sample",
     "balanced",
+    "bound_table",
     "calibrate",
     "calibrated_scheme",
     "channel_scales",
     "expected_error",
     "fit_transforms",
+    "fit_value_transforms",
+    "fit_values",
     "fitted_scheme",
     "key_means",
     "learned_matrix",
@@ -35,6 +40,7 @@ __all__ = [
     "query_basis",
     "query_covariance",
     "ranking_agreement",
+    "rate_distortion_error",
     "scaled_query_basis",
     "search_seeds",
     "uniform_sample",

@@ -54,28 +54,33 @@ def calibrated_scheme(
     rotation = rotation_of(get_scheme(base))
     centring = [] if means is None else [Center(means)]
     mapping = RandomizedHadamard(seeds, rotation.block_size) if maps is None else Matrix(maps, "maps")
-    scheme = fitted_scheme(base, Chain(*centring, mapping), name=name)
     of_values = [] if value_means is None else [Center(value_means)]
     of_values += [] if value_maps is None else [Matrix(value_maps, "value_maps")]
-    if not of_values:
-        return scheme
-    if scheme.values.transform.transforms:
-        raise ValueError(f"base is {scheme.source!r}; accepted with maps of values: one that transforms none")
-    return dataclasses.replace(scheme, values=StoredAs(*of_values, quantizer=scheme.values.quantizer))
+    values = Chain(*of_values) if of_values else None
+    return fitted_scheme(base, Chain(*centring, mapping), values=values, name=name)
 
 
-def fitted_scheme(base: str | Scheme, transforms: Chain, *, name: str = "fitted") -> Scheme:
+def fitted_scheme(
+    base: str | Scheme, transforms: Chain, *, values: Chain | None = None, name: str = "fitted"
+) -> Scheme:
     """Return ``base`` with ``transforms``, from `fit_transforms`, in the place of its keys' rotation.
+
+    With ``values``, from `fit_value_transforms`, its values are transformed too.
 
     Raises
     ------
     TypeError, ValueError
-        ``base`` is unknown or has other transforms than a rotation on its keys.
+        ``base`` is unknown, has other transforms than a rotation on its keys, or any on values that are to be
+        transformed.
     """
     base = get_scheme(base)
     rotation_of(base)
-    keys = StoredAs(*transforms.transforms, quantizer=base.keys.quantizer)
-    return dataclasses.replace(base, name=name, keys=keys, source=f"{base.name}, calibrated")
+    sides = {"keys": StoredAs(*transforms.transforms, quantizer=base.keys.quantizer)}
+    if values is not None:
+        if base.values.transform.transforms:
+            raise ValueError(f"base is {base.name!r}; accepted with transforms of values: one that has none")
+        sides["values"] = StoredAs(*values.transforms, quantizer=base.values.quantizer)
+    return dataclasses.replace(base, name=name, **sides, source=f"{base.name}, calibrated")
 
 
 def rotation_of(scheme: Scheme) -> RandomizedHadamard:

@@ -7,8 +7,40 @@ from collections.abc import Iterable
 import torch
 
 from kvlab.calibrate.closed_forms import led_by_the_free_direction, shrunk
+from kvlab.calibrate.compose import rotation_of
+from kvlab.calibrate.fit import rotation_matrix
+from kvlab.calibrate.layers import full_layers
 from kvlab.calibrate.sample import UNIFORM_SHARE, attention_weights, moment
-from kvlab.recording import LayerCapture
+from kvlab.recording import Capture, LayerCapture
+from kvlab.schemes import Scheme, get_scheme
+from kvlab.transforms import Center, Chain, Matrix
+
+
+def fit_value_transforms(captures: Capture | Iterable[Capture], scheme: str | Scheme = "hadamard-int4") -> Chain:
+    """Find the values' mean and matrix for every full-attention layer and KV head.
+
+    Parameters
+    ----------
+    captures
+        One or more captures of one model.
+    scheme
+        Whose rotation is part of what is found.
+
+    Returns
+    -------
+    Chain
+        ``Center`` and ``Matrix``, for `fitted_scheme`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``captures`` are none or do not fit together, the scheme has no rotation alone on its keys, or a head's values
+        have no energy.
+    """
+    hadamard, means, matrices = rotation_of(get_scheme(scheme)), {}, {}
+    for index, own in full_layers(captures).items():
+        means[index], matrices[index] = fit_values(own, rotation_matrix(hadamard, index, own[0].v.shape[-1]))
+    return Chain(Center(means), Matrix(matrices))
 
 
 def fit_values(layers: Iterable[LayerCapture], rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -74,7 +74,8 @@ def attention_masks(window: int, tokens: int, device: torch.device) -> dict[str,
         def within(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             return (key <= query) & (query - key < window)
 
-        sliding = create_block_mask(within, None, None, tokens, tokens, device=device)
+        # Compiled, it never holds all pairs of tokens.
+        sliding = create_block_mask(within, None, None, tokens, tokens, device=device, _compile=True)
     else:
         position = torch.arange(tokens, device=device)
         distance = position[:, None] - position

@@ -5,8 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from kvlab.calibrate import Calibration, calibrate, calibrated_scheme
-from kvlab.calibrate.values import fit_values
+from kvlab.calibrate import (
+    Calibration,
+    calibrate,
+    calibrated_scheme,
+    fit_transforms,
+    fit_value_transforms,
+    fit_values,
+    fitted_scheme,
+)
 from kvlab.measure.attention import layer_errors
 from kvlab.schemes import get_scheme
 from kvlab.transforms import RandomizedHadamard
@@ -83,6 +90,17 @@ def test_the_error_of_values_falls_on_other_text(captures, holdout):
         assert errors["mapped", "V"] < 0.6 * errors["hadamard-int4", "V"]
 
 
+def test_transforms_of_all_layers_make_a_scheme(captures):
+    values = fit_value_transforms(captures)
+    keys = fit_transforms(captures)
+    scheme = fitted_scheme("hadamard-int4", keys, values=values)
+    assert scheme.keys.transform.transforms == keys.transforms
+    for index in (4, 9):
+        mean, matrix = fit_values([captured.layers[index] for captured in captures], rotation(index))
+        centring, mapping = scheme.values.transform.transforms
+        assert torch.equal(centring.means.values[index], mean) and torch.equal(mapping.matrices[index], matrix)
+
+
 def test_calibrate_takes_them_and_the_file_keeps_them(captures, holdout, tmp_path):
     plain, found = (calibrate(captures, holdout, seeds=2, values=values) for values in (False, True))
     assert found.manifest["ingredients"] == ["rotation_seeds", "key_means", "value_means", "value_maps"]
@@ -111,7 +129,9 @@ def test_values_that_gain_nothing_are_left_alone(captures, holdout, monkeypatch)
 
 def test_values_that_a_scheme_transforms_already_are_refused():
     maps = {4: torch.eye(HEAD_DIM).expand(KV_HEADS, -1, -1)}
-    with pytest.raises(ValueError, match=r"^base is .*accepted with maps of values: one that transforms none"):
+    with pytest.raises(
+        ValueError, match=r"^base is 'hadamard-int4-refit-kv'; accepted with .* one that has none"
+    ):
         calibrated_scheme("hadamard-int4-refit-kv", 0, value_maps=maps)
 
 
