@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from collections.abc import Iterable
 from numbers import Real
 
@@ -84,17 +85,26 @@ def check_choice(value: object, name: str, accepted: Iterable[object]) -> object
     return value
 
 
-def check_integer(value: object, name: str, *, minimum: int) -> int:
-    """Check that ``value`` is an integer (NumPy's and torch's too) of at least ``minimum`` and return it as an int.
+def check_integer(value: object, name: str, *, minimum: int, maximum: int | None = None) -> int:
+    """Check that ``value`` is an integer (NumPy's and torch's too) in range and return it as an int.
+
+    Parameters
+    ----------
+    value
+        What the user passed.
+    name
+        The argument's name in the error.
+    minimum, maximum
+        The smallest and the largest integer accepted; None sets no largest.
 
     Raises
     ------
     TypeError
         ``value`` is no integer (a bool is none).
     ValueError
-        ``value`` is below ``minimum``.
+        ``value`` is below ``minimum`` or above ``maximum``.
     """
-    accepted = f"accepted: an integer of at least {minimum}"
+    accepted = f"accepted: an integer {f'of at least {minimum}' if maximum is None else f'from {minimum} to {maximum}'}"
     try:
         integer = operator.index(value)
     except TypeError:
@@ -102,8 +112,8 @@ def check_integer(value: object, name: str, *, minimum: int) -> int:
     # NumPy's and torch's booleans say so in their dtype.
     if integer is None or "bool" in f"{type(value).__name__} {getattr(value, 'dtype', '')}":
         raise TypeError(f"{name} is {value!r}; {accepted}")
-    if integer < minimum:
-        raise ValueError(f"{name} is {integer}; {accepted}")
+    if integer < minimum or (maximum is not None and integer > maximum):
+        raise ValueError(f"{name} is {reprlib.repr(integer)}; {accepted}")
     return integer
 
 
@@ -139,3 +149,16 @@ def check_scale(value: object, name: str) -> float:
     if not FLOAT32.tiny <= scale <= FLOAT32.max:
         raise ValueError(f"{name} is {value!r}; accepted: {accepted}")
     return scale
+
+
+def check_list(values: object, name: str, accepted: str = "a list of at least one") -> list:
+    """Check that ``values`` can be gone through, as a list, a tuple or a generator can, and return them as a list.
+
+    Raises
+    ------
+    TypeError
+        It is a string, or not to be gone through; the error says what is ``accepted``.
+    """
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} is {values!r}; accepted: {accepted}")
+    return list(values)

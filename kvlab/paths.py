@@ -19,6 +19,19 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvlab"
 
 
+def check_path(value: object, name: str) -> Path:
+    """Check that ``value`` can be a path, and return it as one; ``name`` is for the error.
+
+    Raises
+    ------
+    TypeError
+        It is neither a string nor a path.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name} is {value!r}; accepted: a path")
+    return Path(value)
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """Yield a path beside ``path`` to write to: what is there at the end replaces ``path``; where it fails it goes.

@@ -32,6 +32,9 @@ def main(arguments: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = command.main(args=arguments or ["--help"], prog_name="kvlab", standalone_mode=False)
+        if code == 130:
+            # Typer has taken the interruption for itself and hands back no more than this.
+            raise KeyboardInterrupt
     except BrokenPipeError:
         # The reader of our output has left, as `head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -106,7 +106,7 @@ def bench_throughput_command(
         out=out,
         logs=logs,
     )
-    numbers = [int(number) if number.isdecimal() else number for number in sessions]
+    numbers = [_number(one) for one in sessions]
     _print(bench_throughput(setup, sessions=numbers, steps=steps, repeats=repeat), as_json=as_json)
 
 
@@ -148,6 +148,14 @@ def _setup(rest: typer.Context, scheme: list[str] | None, tensor_parallel: list[
 
     schemes, parallel = scheme or ("fp8", "hadamard-int4"), tensor_parallel or (1,)
     return Setup(schemes=schemes, tensor_parallel=parallel, arguments=rest.args, command=_as_typed(rest), **others)
+
+
+def _number(text: str) -> int | str:
+    """Return the integer that a text spells, or the text where it spells none that Python reads."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _as_typed(context: typer.Context) -> str:

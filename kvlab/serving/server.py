@@ -17,9 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
 from kvlab.checks import check_choice, check_integer, check_number
+from kvlab.paths import check_path
+from kvlab.serving.arguments import ADDITIONAL_CONFIG, check_arguments, check_model, refuse
 from kvlab.serving.options import SCHEMES, SECTION, Options
 
 LOOPBACK = "127.0.0.1"
@@ -28,7 +32,6 @@ MAX_PORT = 65_535
 STOCK = {"bf16": "auto", "fp8": "fp8"}
 """Schemes that vLLM has itself → its ``--kv-cache-dtype``; its CPU build knows BF16 as ``auto`` only."""
 
-ADDITIONAL_CONFIG = "--additional-config"
 PARSERS = ("--reasoning-parser", "kolibri1", "--tool-call-parser", "kolibri1", "--enable-auto-tool-choice")
 """How Kolibri-1's replies are read, by the names that the model's plugin registers."""
 
@@ -107,16 +110,10 @@ def serve_command(
         A value is none of these, the options do not go together, or ``arguments`` would replace the one that asks for
         the 4-bit cache.
     """
-    model, arguments = check_model(model), check_arguments(arguments)
-    if not host:
-        # It would be every address.
-        raise ValueError(f"host is {host!r}; accepted: an address or a name, 127.0.0.1 for this machine only")
-    _check_port(port)
     cache = cache_arguments(scheme, calibration=calibration, rotation_seed=rotation_seed)
-    if ADDITIONAL_CONFIG in cache:
-        # vLLM keeps the last one only, and would then serve stock.
-        _refuse(arguments, ADDITIONAL_CONFIG, "without it; scheme, calibration and rotation_seed say what is in it")
-    return ["vllm", "serve", model, "--host", host, "--port", str(port), *cache, *PARSERS, *arguments]
+    model, arguments = check_model(model), check_arguments(arguments, cache=cache)
+    listen = ["--host", _check_host(host), "--port", str(_check_port(port))]
+    return ["vllm", "serve", model, *listen, *cache, *PARSERS, *arguments]
 
 
 def cache_arguments(
@@ -131,7 +128,7 @@ def cache_arguments(
             if value is not None:
                 raise ValueError(f"{name} is {str(value)!r} with scheme {scheme!r}; accepted: with a 4-bit scheme")
         return ["--kv-cache-dtype", STOCK[scheme]]
-    path = None if calibration is None else str(Path(calibration).absolute())
+    path = None if calibration is None else str(check_path(calibration, "calibration").absolute())
     options = Options(kv_cache=scheme, rotation_seed=rotation_seed, calibration=path)
     section = {name: value for name, value in vars(options).items() if value is not None}
     # default: NumPy's integers are accepted, and no JSON.
@@ -227,7 +224,8 @@ def launch(
     Raises
     ------
     TypeError, ValueError
-        As for `serve_command`; ``port`` is in use, or given among ``arguments``.
+        As for `serve_command`; ``port`` is in use, or given among ``arguments``; ``environment``, ``log_path`` or
+        ``timeout`` cannot be.
     ImportError
         vLLM or a plugin is missing.
     RuntimeError
@@ -235,10 +233,13 @@ def launch(
     TimeoutError
         It did not answer in time; likewise.
     """
-    check_number(timeout, "timeout")
+    if check_number(timeout, "timeout") <= 0:
+        raise ValueError(f"timeout is {timeout}; accepted: more than 0 seconds")
+    variables = {**os.environ, **_check_environment(environment or {})}
+    arguments = check_arguments(arguments)
     for option in ("--host", "--port"):
-        _refuse(check_arguments(arguments), option, f"without it, as {option[2:]}=…")
-    port = _find_port(host, port)
+        refuse(arguments, option, f"without it, as {option[2:]}=…")
+    port = _find_port(_check_host(host), port)
     command = serve_command(
         model,
         scheme=scheme,
@@ -248,12 +249,11 @@ def launch(
         port=port,
         arguments=arguments,
     )
-    variables = {**os.environ, **(environment or {})}
     program = runnable(command, variables)
     if log_path is None:
         handle, log_path = tempfile.mkstemp(prefix="kvlab-serve-", suffix=".log")
         os.close(handle)
-    with Path(log_path).open("wb") as log:
+    with _open_log(log_path) as log:
         process = subprocess.Popen(
             program,
             env=variables,
@@ -264,53 +264,37 @@ def launch(
             start_new_session=True,
         )
     try:
-        server = Server(_url(host, port), Path(log_path), process)
+        server = Server(_url(host, port), Path(log.name), process)
         _wait_until_healthy(server, timeout)
         yield server
     finally:
         stop(process)
 
 
-def check_model(model: str | Path) -> str:
-    """Check that ``model`` can be a folder or a hub name.
-
-    Raises
-    ------
-    ValueError
-        It is empty, or an option.
-    """
-    model = str(model)
-    if not model or model.startswith("-"):
-        raise ValueError(f"model is {model!r}; accepted: a folder or a hub name, before vLLM's own arguments")
-    return model
-
-
-def check_arguments(arguments: Sequence[str]) -> list[str]:
-    """Check that ``arguments`` are vLLM's options and their values.
-
-    Raises
-    ------
-    TypeError, ValueError
-        They are no list of strings, or begin with a word that belongs to no option.
-    """
-    if isinstance(arguments, str) or not all(isinstance(argument, str) for argument in arguments):
-        raise TypeError(f"arguments is {arguments!r}; accepted: a list of strings, such as ['--max-num-seqs', '64']")
-    if arguments and not arguments[0].startswith("-"):
-        raise ValueError(f"arguments begin with {arguments[0]!r}; accepted: options of vLLM, which begin with -")
-    return list(arguments)
-
-
-def _refuse(arguments: list[str], option: str, accepted: str) -> None:
-    """Refuse an option of vLLM in any of its spellings: ``--a-b X``, ``--a_b=X``, ``--a-b.key X``."""
-    for argument in arguments:
-        if argument.split("=")[0].split(".")[0].replace("_", "-") == option:
-            raise ValueError(f"arguments has {argument!r}; accepted: {accepted}")
+def _check_host(host: str) -> str:
+    # An empty one would be every address.
+    if not isinstance(host, str) or not host:
+        raise ValueError(f"host is {host!r}; accepted: an address or a name, 127.0.0.1 for this machine only")
+    return host
 
 
 def _check_port(port: int) -> int:
-    if check_integer(port, "port", minimum=1) > MAX_PORT:
-        raise ValueError(f"port is {port}; accepted: an integer from 1 to {MAX_PORT}")
-    return int(port)
+    return check_integer(port, "port", minimum=1, maximum=MAX_PORT)
+
+
+def _check_environment(environment: Mapping[str, str]) -> Mapping[str, str]:
+    if not isinstance(environment, Mapping) or not all(isinstance(text, str) for text in chain(*environment.items())):
+        # Without its values, which may be secret.
+        kind = type(environment).__name__
+        raise TypeError(f"environment is a {kind}, not of strings only; accepted: a dict of names and their values")
+    return environment
+
+
+def _open_log(log_path: str | Path) -> BinaryIO:
+    try:
+        return check_path(log_path, "log_path").open("wb")
+    except OSError as error:
+        raise ValueError(f"log_path is {str(log_path)!r} ({error.strerror}); accepted: a file to write to") from None
 
 
 def _find_port(host: str, port: int | None) -> int:

@@ -116,6 +116,13 @@ def test_the_users_own_arguments_come_last():
     [
         ({"model": "--port"}, ValueError, "model is '--port'; accepted"),
         ({"model": ""}, ValueError, "model is ''; accepted"),
+        ({"model": None}, TypeError, "model is None; accepted"),
+        ({"calibration": 5}, TypeError, "calibration is 5; accepted: a path"),
+        ({"host": 5}, ValueError, "host is 5; accepted: an address"),
+        ({"arguments": 5}, TypeError, "arguments is 5; accepted"),
+        ({"arguments": None}, TypeError, "arguments is None; accepted"),
+        ({"arguments": ["--additional-conf", "{}"]}, ValueError, "arguments has '--additional-conf'; accepted"),
+        ({"arguments": ["--addit.a=1"]}, ValueError, "arguments has '--addit.a=1'; accepted"),
         ({"scheme": "fp4"}, ValueError, "scheme is 'fp4'; accepted: bf16, fp8, hadamard-int4, int4, calibrated"),
         ({"scheme": "fp8", "rotation_seed": 1}, ValueError, "rotation_seed is '1' with scheme 'fp8'; accepted"),
         ({"scheme": "bf16", "calibration": "c"}, ValueError, "calibration is 'c' with scheme 'bf16'; accepted"),
@@ -245,10 +252,29 @@ def test_a_port_in_use_is_refused(stand_in):
             pytest.fail("another answers")
 
 
-@pytest.mark.parametrize("own", [["--port", "1"], ["--host=::"]])
+@pytest.mark.parametrize("own", [["--port", "1"], ["--host=::"], ["--por=1"]])
 def test_launch_has_to_know_where_it_listens(stand_in, own):
     with pytest.raises(ValueError, match=f"arguments has '{own[0]}'; accepted"), launch("good", arguments=own):
         pytest.fail("it cannot be found")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"host": None}, ValueError, "host is None; accepted"),
+        ({"environment": 5}, TypeError, "environment is a int, .*; accepted: a dict"),
+        ({"environment": {"A": 1}}, TypeError, "environment is a dict, .*; accepted: a dict"),
+        ({"log_path": 5}, TypeError, "log_path is 5; accepted: a path"),
+        ({"log_path": "no/such/folder/log"}, ValueError, "log_path is 'no/such/folder/log' .*; accepted: a file"),
+        ({"log_path": "."}, ValueError, "log_path is '.' .*; accepted: a file"),
+        ({"timeout": -1}, ValueError, "timeout is -1; accepted: more than 0 seconds"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_launched_starts_nothing(stand_in, given, error, message):
+    with pytest.raises(error, match=message), launch("good", **given):
+        pytest.fail("it started")
+    assert not (stand_in / "pids").exists()
 
 
 @pytest.mark.parametrize(

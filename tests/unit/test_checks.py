@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.checks import check_choice, check_integer, check_number, check_scale
+from kvlab.checks import check_choice, check_integer, check_list, check_number, check_scale
 
 pytestmark = pytest.mark.unit
 
@@ -43,3 +43,13 @@ def test_scales_and_their_reciprocals_are_float32_numbers():
     for value in (smallest / 2, 2.0**128, 0.0, -1.0):
         with pytest.raises(ValueError, match=r"s is .*; accepted: a positive finite scale"):
             check_scale(value, "s")
+
+
+def test_a_list_is_whatever_can_be_gone_through():
+    assert check_list((n for n in (1, 2)), "n") == check_list((1, 2), "n") == [1, 2]
+
+
+@pytest.mark.parametrize("values", [5, None, "12"])
+def test_other_values_are_no_list(values):
+    with pytest.raises(TypeError, match=r"n is .*; accepted: a list"):
+        check_list(values, "n")

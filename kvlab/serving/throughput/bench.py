@@ -11,14 +11,18 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-import transformers
 from tqdm import tqdm
 
-from kvlab.checks import check_integer, check_number
+from kvlab.checks import check_integer, check_list, check_number
 from kvlab.defaults import DECODE_STEPS, REQUESTS
+from kvlab.models.model_config import read_model_config
+from kvlab.paths import check_path
 from kvlab.serving import server
+from kvlab.serving.arguments import ADDITIONAL_CONFIG, check_arguments, check_model
 from kvlab.serving.throughput.job import (
     FULL,
+    MAX_REPEATS,
+    SESSIONS_LIMIT,
     Job,
     cache_arguments,
     decode_arguments,
@@ -35,6 +39,12 @@ TIMES = ("median_ms", "slowest_tenth", "tokens_per_s", "tokens_per_s_per_session
 THROUGHPUT_KEY = (*NAMES, "point", "repeat")
 THROUGHPUT_COLUMNS = (*THROUGHPUT_KEY, "first_tokens", "fit", "sessions", "steps", *TIMES, "counts", "reason", *ORIGIN)
 FIRST_TOKEN_COLUMNS = (*NAMES, "first_tokens", "requests", "median_s", "fastest_s", "slowest_s", *ORIGIN)
+WORDS = ("scheme", "point", "counts", "reason", "weights", "machine", "versions", "date", "command")
+"""Of all columns, those that are no numbers."""
+FEWEST_TOKENS = 2
+"""Of a context: one in the cache, and the last one, which is not."""
+MAX_CACHE_GB = 1e9
+"""More than any GPU has; as bytes, a number of 64 bits."""
 ORIGIN_NOTE = "cache_gb: 1e9 bytes of cache per GPU, allocated. start_seconds: building the engine until it is ready."
 THROUGHPUT_NOTES = (
     "Decode only: sessions begin with first_tokens tokens or up to 63 fewer, all but the last in the cache, and get",
@@ -101,20 +111,22 @@ class Setup:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        server.check_model(self.model)
-        server.check_arguments(self.arguments)
+        check_model(self.model)
         for name in ("schemes", "contexts", "tensor_parallel"):
-            _check_some(getattr(self, name), name)
+            object.__setattr__(self, name, tuple(_check_some(getattr(self, name), name)))
+        for name in ("calibration", "out", "logs"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, check_path(getattr(self, name), name))
         if self.calibration is not None and "calibrated" not in self.schemes:
             raise ValueError(f"calibration is {str(self.calibration)!r}; accepted: with scheme 'calibrated'")
-        for scheme in self.schemes:
-            cache_arguments(scheme, self.calibration)
-        if self.cache_gb is not None and check_number(self.cache_gb, "cache_gb") <= 0:
-            raise ValueError(f"cache_gb is {self.cache_gb}; accepted: more than 0")
+        cache = [argument for scheme in self.schemes for argument in cache_arguments(scheme, self.calibration)]
+        object.__setattr__(self, "arguments", tuple(check_arguments(self.arguments, cache=cache)))
+        if self.cache_gb is not None and not 1e-9 <= check_number(self.cache_gb, "cache_gb") <= MAX_CACHE_GB:
+            raise ValueError(f"cache_gb is {self.cache_gb}; accepted: from 1e-9, a byte, to {MAX_CACHE_GB:g}")
         if self.logs is not None and not self.logs.is_dir():
             raise ValueError(f"logs is {str(self.logs)!r}; accepted: a folder that exists")
         for context in self.contexts:
-            check_integer(context, "context", minimum=2)
+            check_integer(context, "context", minimum=FEWEST_TOKENS)
         gpus = torch.cuda.device_count()
         for number in self.tensor_parallel:
             # vLLM's CPU build has ranks without GPUs.
@@ -124,7 +136,9 @@ class Setup:
     @property
     def positions(self) -> int:
         """Of the model."""
-        return transformers.AutoConfig.from_pretrained(self.model).get_text_config().max_position_embeddings
+        config = read_model_config(str(self.model)).get_text_config()
+        number = getattr(config, "max_position_embeddings", None)
+        return check_integer(number, f"max_position_embeddings of model {str(self.model)!r}", minimum=1)
 
     def table(
         self, bench: str, columns: Sequence[str], key: Sequence[str], notes: Sequence[str], **settings: object
@@ -138,7 +152,8 @@ class Setup:
             "calibration": None if self.calibration is None else str(self.calibration),
             "arguments": without_secrets(self.arguments),
         }
-        return PointTable(self.out, columns=columns, key=key, settings=shared | settings, notes=notes)
+        numbers = [name for name in columns if name not in WORDS]
+        return PointTable(self.out, columns=columns, key=key, numbers=numbers, settings=shared | settings, notes=notes)
 
     @property
     def weights(self) -> str:
@@ -171,21 +186,26 @@ def bench_throughput(
     Raises
     ------
     TypeError, ValueError
-        An argument is not what is accepted, or the table's file was not written with the same ones.
+        An argument is not what is accepted, there is no such model, or the table's file was not written with the same
+        ones.
     ImportError
         vLLM or a plugin is missing.
-    OSError
-        The model is not found.
     ChildProcessError
         An engine ended before its time; the points before are kept.
     """
     check_integer(steps, "steps", minimum=1)
-    check_integer(repeats, "repeats", minimum=1)
-    _check_some(sessions, "sessions")
+    check_integer(repeats, "repeats", minimum=1, maximum=MAX_REPEATS)
+    sessions = _check_some(sessions, "sessions")
     for number in sessions:
         if isinstance(number, str) and number != FULL:
             raise ValueError(f"sessions is {number!r}; accepted: an integer of at least 1, or {FULL!r}")
-    numbers = {check_integer(number, "sessions", minimum=1) for number in sessions if number != FULL}
+    most = max_num_seqs(setup.arguments)
+    numbers = {
+        # More than vLLM takes in would wait, and not for room in the cache.
+        check_integer(number, "sessions", minimum=1, maximum=most or SESSIONS_LIMIT)
+        for number in sessions
+        if number != FULL
+    }
     order = [*([FULL] if FULL in sessions else []), *sorted(numbers, reverse=True)]
     table = setup.table("throughput", THROUGHPUT_COLUMNS, THROUGHPUT_KEY, THROUGHPUT_NOTES, steps=steps)
     points = [
@@ -194,7 +214,7 @@ def bench_throughput(
         for repeat in range(1, repeats + 1)
         for point in order
     ]
-    arguments = decode_arguments(order, most=max_num_seqs(setup.arguments))
+    arguments = decode_arguments(order, most=most)
     job = Job("throughput", points, steps=steps, engine_arguments=arguments)
     return _run(setup, table, job)
 
@@ -216,7 +236,7 @@ def bench_first_token(setup: Setup, *, requests: int = REQUESTS) -> pd.DataFrame
 
     Raises
     ------
-    TypeError, ValueError, ImportError, OSError
+    TypeError, ValueError, ImportError
         As for `bench_throughput`; ChildProcessError is one.
     """
     check_integer(requests, "requests", minimum=1)
@@ -231,10 +251,13 @@ def _run(setup: Setup, table: PointTable, job: Job) -> pd.DataFrame:
     positions = setup.positions
     if max(setup.contexts) > positions:
         raise ValueError(f"context is {max(setup.contexts)}; accepted: at most the model's {positions} positions")
+    room = max(positions - FEWEST_TOKENS + job.steps - job.growth, 0)
+    if job.steps > room:
+        raise ValueError(f"steps is {job.steps}; accepted: at most {room}, as the model has {positions} positions")
     jobs = list(_jobs(setup, table, job, longest=min(max(setup.contexts) + job.growth, positions)))
     if jobs:
         # Says in one line what is missing, before any engine starts.
-        asked = any(server.ADDITIONAL_CONFIG in each.engine_arguments for each in jobs)
+        asked = any(ADDITIONAL_CONFIG in each.engine_arguments for each in jobs)
         server.check_plugins(os.environ, with_cache=asked)
     every = len(setup.schemes) * len(setup.tensor_parallel) * len(job.points)
     left = sum(len(each.points) for each in jobs)
@@ -272,6 +295,8 @@ def _jobs(setup: Setup, table: PointTable, job: Job, *, longest: int) -> Iterato
                 )
 
 
-def _check_some(values: object, name: str) -> None:
-    if isinstance(values, str) or not list(values):
+def _check_some(values: object, name: str) -> list:
+    several = check_list(values, name)
+    if not several:
         raise ValueError(f"{name} is {values!r}; accepted: a list of at least one")
+    return several

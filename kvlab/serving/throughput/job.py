@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvlab.checks import check_choice
+from kvlab.checks import check_choice, check_integer
 from kvlab.serving import server
 from kvlab.serving.options import SCHEMES
 from kvlab.serving.server import STOCK
@@ -31,6 +31,10 @@ SLACK_STEPS = 8
 """By how much sessions outlive the timed steps, so that none ends in them."""
 MAX_SESSIONS = 512
 """Of the point with a full cache, unless ``--max-num-seqs`` says otherwise."""
+SESSIONS_LIMIT = 65_536
+"""Of any point: eight times as many as a step has tokens for, unless a user gives it more."""
+MAX_REPEATS = 100
+"""Of a curve: its points are handed to the engine in one argument, which Linux limits to 128 KiB."""
 GRAPH_STEP, COARSE_GRAPH_STEP, COARSE_GRAPHS = 8, 16, 256
 """Batches of a full cache run in the next larger multiple's CUDA graph, beyond so many sessions in coarser ones."""
 BATCHED_TOKENS = 8192
@@ -138,14 +142,16 @@ def max_num_seqs(arguments: Sequence[str]) -> int | None:
     Raises
     ------
     ValueError
-        Its value is no number.
+        Its value is no number of sessions.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    # It completes what is cut short, as vLLM's own does.
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--max-num-seqs", "--max_num_seqs", type=int)
     try:
-        return parser.parse_known_args(list(arguments))[0].max_num_seqs
+        most = parser.parse_known_args(list(arguments))[0].max_num_seqs
     except argparse.ArgumentError as error:
         raise ValueError(f"arguments have a wrong --max-num-seqs ({error.message}); accepted: an integer") from None
+    return None if most is None else check_integer(most, "--max-num-seqs", minimum=1, maximum=SESSIONS_LIMIT)
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:

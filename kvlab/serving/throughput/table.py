@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
@@ -14,6 +17,9 @@ from kvlab.paths import written_whole
 
 SETTINGS = "# settings: "
 """Begins the line of the file with what its rows have in common."""
+
+HEAD = re.compile("(#.*\n)*")
+"""The lines before the columns' names; below them, # is a character as any other."""
 
 DIGITS = 6
 """Of a measured number, at most."""
@@ -32,6 +38,8 @@ class PointTable:
         Of the table, in order.
     key
         The columns that name a point.
+    numbers
+        The columns that hold a number or nothing.
     settings
         What all rows have in common, in JSON's types. A file with others is refused.
     notes
@@ -40,7 +48,7 @@ class PointTable:
     Raises
     ------
     ValueError
-        ``path`` cannot be written, was written with other settings, or is cut off.
+        ``path`` cannot be written, was written with other settings, or is damaged.
     """
 
     def __init__(
@@ -49,13 +57,16 @@ class PointTable:
         *,
         columns: Sequence[str],
         key: Sequence[str],
+        numbers: Sequence[str],
         settings: Mapping[str, object],
         notes: Sequence[str] = (),
     ):
-        self.path, self.columns, self.key, self.settings, self.notes = path, columns, key, settings, notes
-        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        self.path, self.columns, self.key, self.numbers = path, columns, key, numbers
+        self.settings, self.notes = settings, notes
+        exists = path is not None and path.exists()
+        if path is not None and ((exists and not path.is_file()) or not os.access(path.parent, os.W_OK)):
             raise ValueError(f"out is {str(path)!r}; accepted: a file in a folder that can be written")
-        self.frame = self._read() if path is not None and path.exists() else pd.DataFrame(columns=columns)
+        self.frame = self._read() if exists else pd.DataFrame(columns=columns)
 
     def has(self, point: Mapping[str, object]) -> bool:
         """Say whether a point has been measured."""
@@ -75,26 +86,38 @@ class PointTable:
             scratch.write_text(head + self.frame.to_csv(index=False), encoding="utf-8")
 
     def _read(self) -> pd.DataFrame:
-        text = self.path.read_text(encoding="utf-8")
-        head = next((line for line in text.splitlines() if line.startswith(SETTINGS)), None)
-        if head is None:
-            raise ValueError(f"out is {str(self.path)!r}; accepted: a new file, or one that this command wrote")
-        found = json.loads(head.removeprefix(SETTINGS))
+        out, new = f"out is {str(self.path)!r}", "accepted: a new file, or one that this command wrote"
+        found = None
+        with suppress(ValueError, RecursionError):
+            text = self.path.read_bytes().decode("utf-8")
+            head = HEAD.match(text)[0]
+            found = json.loads(head.partition(SETTINGS)[2].partition("\n")[0])
+        if not isinstance(found, dict):
+            raise ValueError(f"{out}, without a line of settings that can be read; {new}")
         for name, value in self.settings.items():
             if found.get(name) != value:
-                raise ValueError(
-                    f"out is {str(self.path)!r}, measured with {name} {found.get(name)!r}; accepted: a new file, or "
-                    f"one measured with {value!r}"
-                )
-        cut = f"out is {str(self.path)!r}, which is cut off; accepted: a whole file (remove its last line)"
+                measured = f"measured with {name} {found.get(name)!r}"
+                raise ValueError(f"{out}, {measured}; accepted: a new file, or one measured with {value!r}")
+        if not text.endswith("\n"):
+            raise ValueError(f"{out}, which is cut off; accepted: a whole file (remove its last line)")
+        names, _, body = text[len(head) :].partition("\n")
+        if names.rstrip() != ",".join(self.columns):
+            raise ValueError(f"{out}, with other columns than this command's; {new}")
+        reader = csv.reader(io.StringIO(body, newline=""), strict=True)
         try:
             # Text as it stands: numbers stay as they were written.
-            frame = pd.read_csv(io.StringIO(text), comment="#", dtype=object, keep_default_na=False)
-        except ValueError:
-            raise ValueError(cut) from None
-        if not text.endswith("\n") or list(frame.columns) != list(self.columns):
-            raise ValueError(cut)
-        return frame
+            return pd.DataFrame(map(self._checked, reader), columns=self.columns, dtype=object)
+        except (csv.Error, ValueError):
+            line = head.count("\n") + 1 + reader.line_num
+            damaged = f"whose line {line} is damaged"
+            raise ValueError(f"{out}, {damaged}; accepted: a whole file (remove that line)") from None
+
+    def _checked(self, cells: Sequence[str]) -> dict[str, str]:
+        """Return a row of the file if it is whole; else a ValueError."""
+        row = dict(zip(self.columns, cells, strict=True))
+        for name in self.numbers:
+            float(row[name] or "nan")
+        return row
 
 
 def _rounded(value: object) -> object:

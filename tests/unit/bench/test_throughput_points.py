@@ -1,9 +1,9 @@
-"""Which steps count, the table, and what is measured again; without vLLM."""
+"""Which steps count, what is refused, and what is measured again; without vLLM."""
 
 import dataclasses
 import itertools
 import json
-from pathlib import Path
+import re
 
 import pandas as pd
 import pytest
@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 from kvlab.cli import main
 from kvlab.serving.throughput import Setup, bench, bench_first_token, bench_throughput, job
 from kvlab.serving.throughput.points import Step, summary, why_not
-from kvlab.serving.throughput.table import PointTable
 
 pytestmark = pytest.mark.unit
-
-COLUMNS = ("scheme", "point", "median_ms", "counts", "reason")
-ROW = {"scheme": "fp8", "point": "8", "median_ms": 12.3456789, "counts": True, "reason": None}
 
 
 def test_a_step_counts_with_one_token_for_each_session():
@@ -58,53 +54,6 @@ def test_the_slowest_are_never_faster_than_the_median(seconds, sessions):
     row = summary(sessions, seconds)
     assert row["slowest_tenth"] >= 1 - 1e-12
     assert row["tokens_per_s"] == pytest.approx(sessions * row["tokens_per_s_per_session"])
-
-
-def table(path, **settings):
-    return PointTable(path, columns=COLUMNS, key=("scheme", "point"), settings={"steps": 512} | settings, notes=["n"])
-
-
-def test_a_table_is_continued_and_no_row_changes(tmp_path):
-    path = tmp_path / "table.csv"
-    table(path).append([ROW])
-    first = path.read_text()
-    again = table(path)
-    assert again.has(ROW) and not again.has(ROW | {"point": "full"})
-    again.append([ROW | {"point": "full", "counts": False, "reason": "queued: 1, 2", "median_ms": None}])
-    assert path.read_text().startswith(first)
-    back = pd.read_csv(path, comment="#")
-    assert back["median_ms"].iloc[0] == 12.3457 and back["reason"].iloc[1] == "queued: 1, 2"
-    assert [file.name for file in tmp_path.iterdir()] == ["table.csv"]
-
-
-def test_other_settings_are_refused(tmp_path):
-    table(tmp_path / "table.csv").append([ROW])
-    with pytest.raises(ValueError, match=r"measured with steps 512; accepted: .* measured with 64"):
-        table(tmp_path / "table.csv", steps=64)
-
-
-@pytest.mark.parametrize("cut", [1, 5, 12])
-def test_a_file_that_is_cut_off_is_refused_and_stays(tmp_path, cut):
-    path = tmp_path / "table.csv"
-    table(path).append([ROW, ROW | {"point": "1"}])
-    path.write_text(path.read_text()[:-cut])
-    before = path.read_text()
-    with pytest.raises(ValueError, match="which is cut off"):
-        table(path)
-    assert path.read_text() == before
-
-
-def test_a_file_of_something_else_is_refused(tmp_path):
-    path = tmp_path / "table.csv"
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="accepted: a new file, or one that this command wrote"):
-        table(path)
-
-
-@pytest.mark.parametrize("out", ["no/such/folder.csv", "."])
-def test_a_file_that_cannot_be_written_is_refused(tmp_path, out):
-    with pytest.raises(ValueError, match="accepted: a file in a folder that can be written"):
-        table(tmp_path / out)
 
 
 @pytest.fixture
@@ -196,10 +145,16 @@ def test_graphs_are_captured_up_to_what_a_user_allows(most):
     assert max(json.loads(arguments[-1].partition("=")[2])) == most
 
 
-def test_a_limit_that_is_no_number_is_refused():
-    with pytest.raises(ValueError, match="--max-num-seqs"):
-        job.max_num_seqs(["--max-num-seqs", "many"])
+@pytest.mark.parametrize("most", ["many", "0", "-5", "1000000000"])
+def test_a_limit_that_cannot_be_is_refused(most):
+    with pytest.raises(ValueError, match=r"--max-num-seqs.*; accepted: an integer"):
+        job.max_num_seqs(["--max-num-seqs", most])
     assert job.max_num_seqs(["--seed", "1"]) is None
+
+
+@pytest.mark.parametrize("spelling", ["--max-num-seq", "--max-num-s", "--max_num_seqs"])
+def test_a_limit_is_found_in_every_spelling_that_vllm_takes(spelling):
+    assert job.max_num_seqs([spelling, "7"]) == job.max_num_seqs([f"{spelling}=7"]) == 7
 
 
 def test_every_scheme_has_its_arguments():
@@ -219,7 +174,16 @@ def test_every_scheme_has_its_arguments():
         ({"schemes": ()}, r"schemes is \(\); accepted: a list of at least one"),
         ({"schemes": ("calibrated",)}, "calibration is None"),
         ({"contexts": (1,)}, "context is 1; accepted: an integer of at least 2"),
-        ({"cache_gb": 0}, "cache_gb is 0; accepted: more than 0"),
+        ({"cache_gb": 0}, "cache_gb is 0; accepted: from 1e-9, a byte, to 1e"),
+        ({"cache_gb": 1e-10}, "cache_gb is 1e-10; accepted"),
+        ({"cache_gb": 1e300}, "cache_gb is 1e.300; accepted"),
+        ({"model": None}, "model is None; accepted: a folder or a hub name"),
+        ({"schemes": 5}, "schemes is 5; accepted: a list"),
+        ({"contexts": None}, "contexts is None; accepted: a list"),
+        ({"tensor_parallel": 2}, "tensor_parallel is 2; accepted: a list"),
+        ({"arguments": None}, "arguments is None; accepted: a list of strings"),
+        ({"calibration": 5}, "calibration is 5; accepted: a path"),
+        ({"out": 5}, "out is 5; accepted: a path"),
         ({"tensor_parallel": (0,)}, "tensor_parallel is 0"),
         ({"logs": "missing"}, "logs is 'missing'; accepted: a folder that exists"),
         ({"arguments": ("200",)}, "arguments begin with '200'; accepted: options of vLLM"),
@@ -228,13 +192,55 @@ def test_every_scheme_has_its_arguments():
     ids=str,
 )
 def test_a_setup_that_cannot_be_is_refused(model, changes, message):
-    with pytest.raises(ValueError, match=message):
-        setup(model, **{name: Path(value) if name == "logs" else value for name, value in changes.items()})
+    with pytest.raises((ValueError, TypeError), match=message):
+        setup(**{"model": model} | changes)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--additional-config",
+        "--additional_config={}",
+        "--additional-conf",
+        "--additional-config.kolibri1.kv_cache=int4",
+    ],
+)
+def test_what_the_cache_stores_is_not_replaced_under_the_schemes_name(model, argument):
+    with pytest.raises(ValueError, match=f"arguments has '{argument}'; accepted: without it"):
+        setup(model, arguments=[argument, "{}"])
+    assert setup(model, schemes=["fp8"], arguments=[argument, "{}"]).arguments == (argument, "{}")
+
+
+def test_paths_may_be_text_and_contexts_a_generator(model, engines, tmp_path):
+    one = setup(
+        model, contexts=(n for n in (64, 128)), schemes=["fp8"], out=str(tmp_path / "t.csv"), logs=str(tmp_path)
+    )
+    assert len(bench_throughput(one, sessions=iter([1]))) == 2 and (tmp_path / "t.csv").is_file()
 
 
 def test_a_setup_without_a_model_is_refused():
     with pytest.raises(ValueError, match="model is ''; accepted: a folder or a hub name"):
         setup("")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "which has no config.json"),
+        ("no JSON", "whose config.json is no JSON"),
+        ('{"model_type": ' + "[" * 100_000, "whose config.json is no JSON"),
+        ('{"model_type": "mamba2"}', "max_position_embeddings of model '.*' is None; accepted: an integer"),
+        ('{"model_type": "kolibri1", "max_position_embeddings": "abc"}', "max_position_embeddings"),
+        ('{"model_type": "kolibri1", "max_position_embeddings": null}', "max_position_embeddings"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_model_that_cannot_be_read_is_one_line(capsys, tmp_path, config, message):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    code, out, err = run(capsys, "throughput", str(tmp_path), "--context", "64", "--sessions", "1")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert re.search(message, err) and "accepted" in err
 
 
 def test_points_are_checked_before_the_model_is_asked_for(tmp_path):
@@ -248,6 +254,17 @@ def test_a_context_beyond_the_model_is_refused(model, engines):
     assert engines[0] == []
 
 
+@pytest.mark.parametrize("context", [64, 4096])
+def test_steps_beyond_the_model_are_refused(model, engines, context):
+    # 24 more warm a session up and let it outlive the steps, and it begins with 2.
+    most = 4096 - 24 - 2
+    with pytest.raises(ValueError, match=f"steps is {most + 1}; accepted: at most {most}, .* 4096 positions"):
+        bench_throughput(setup(model, contexts=[context]), sessions=[1], steps=most + 1)
+    assert engines[0] == []
+    bench_throughput(setup(model, contexts=[context]), sessions=[1], steps=most)
+    bench_first_token(setup(model, contexts=[4096]))
+
+
 def test_more_gpus_than_there_are_are_refused(model, monkeypatch):
     monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="tensor_parallel is 2; accepted: at most the 1 GPUs"):
@@ -258,7 +275,11 @@ def test_more_gpus_than_there_are_are_refused(model, monkeypatch):
     ("options", "message"),
     [
         ({"sessions": []}, "sessions is .*; accepted: a list of at least one"),
-        ({"sessions": [0]}, "sessions is 0; accepted: an integer of at least 1"),
+        ({"sessions": 5}, "sessions is 5; accepted: a list"),
+        ({"sessions": None}, "sessions is None; accepted: a list"),
+        ({"sessions": [0]}, "sessions is 0; accepted: an integer from 1 to 65536"),
+        ({"sessions": ["full", 10**9]}, "sessions is 1000000000; accepted"),
+        ({"sessions": [1], "repeats": 10**9}, "repeats is 1000000000; accepted"),
         ({"sessions": ["all"]}, "sessions is 'all'; accepted: an integer of at least 1, or 'full'"),
         ({"sessions": [1], "steps": 0}, "steps is 0"),
         ({"sessions": [1], "repeats": 0}, "repeats is 0"),
@@ -266,9 +287,21 @@ def test_more_gpus_than_there_are_are_refused(model, monkeypatch):
     ids=str,
 )
 def test_points_that_cannot_be_are_refused(model, engines, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         bench_throughput(setup(model), **options)
     assert engines[0] == []
+
+
+def test_more_sessions_than_the_user_lets_vllm_take_are_refused(model, engines):
+    one = setup(model, arguments=["--max-num-seqs", "2"])
+    with pytest.raises(ValueError, match="sessions is 3; accepted: an integer from 1 to 2"):
+        bench_throughput(one, sessions=[3, 2])
+    assert engines[0] == [] and len(bench_throughput(one, sessions=[2, "full"]))
+
+
+def test_a_number_that_python_does_not_read_is_a_users_mistake(capsys, model, engines):
+    code, _, err = run(capsys, "throughput", str(model), "--context", "64", "--sessions", "9" * 5000)
+    assert code == 2 and err.startswith("kvlab: sessions is '999") and "9'; accepted: an integer" in err
 
 
 def run(capsys, *arguments):
