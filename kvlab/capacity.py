@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from kvlab.checks import check_integer, check_number
+from kvlab.checks import LARGEST, check_integer, check_number
 from kvlab.defaults import MAX_NUM_BATCHED_TOKENS
 from kvlab.models.kolibri1_config import kolibri1_config
 from kvlab.models.kolibri1_layout import embedding_specs, head_specs, layer_specs
@@ -76,8 +76,8 @@ def capacity_table(
     """
     contexts = _check_contexts(contexts)
     cache_bytes = to_bytes(cache_bytes, "cache_bytes")
-    check_integer(replicas, "replicas", minimum=1)
-    check_integer(max_num_batched_tokens, "max_num_batched_tokens", minimum=1)
+    check_integer(replicas, "replicas", minimum=1, maximum=LARGEST)
+    check_integer(max_num_batched_tokens, "max_num_batched_tokens", minimum=1, maximum=LARGEST)
     plans = {scheme.name: plan_cache(scheme, config, tp=tp) for scheme in get_schemes(schemes)}
     if not plans:
         raise ValueError("schemes is empty; accepted: at least one scheme")
@@ -288,7 +288,7 @@ def count_replicas(gpus: int, tp: int) -> int:
     TypeError, ValueError
         They do not come out even.
     """
-    gpus, tp = check_integer(gpus, "gpus", minimum=1), check_integer(tp, "tp", minimum=1)
+    gpus, tp = check_integer(gpus, "gpus", minimum=1, maximum=LARGEST), check_integer(tp, "tp", minimum=1)
     if gpus % tp:
         raise ValueError(f"gpus is {gpus}; accepted: a multiple of tp = {tp}")
     return gpus // tp
@@ -316,7 +316,8 @@ def beyond_model(contexts: Iterable[int], config: PretrainedConfig | None = None
 def _check_contexts(contexts: Iterable[int]) -> list[int]:
     if not isinstance(contexts, Iterable) or isinstance(contexts, str):
         raise TypeError(f"contexts is {contexts!r}; accepted: several contexts, in tokens")
-    contexts = list(dict.fromkeys(check_integer(context, "context", minimum=1) for context in contexts))
+    checked = [check_integer(context, "context", minimum=1, maximum=LARGEST) for context in contexts]
+    contexts = list(dict.fromkeys(checked))
     if not contexts:
         raise ValueError("contexts is empty; accepted: at least one context, in tokens")
     return contexts

@@ -11,6 +11,8 @@ from numbers import Real
 import torch
 
 FP16_MAX = 65_504.0
+LARGEST = 10**9
+"""More than any dimension of a model, context or number of GPUs; with it, products of sizes stay numbers."""
 FLOAT32 = torch.finfo(torch.float32)
 
 

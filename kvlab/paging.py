@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvlab.checks import check_choice, check_integer
+from kvlab.checks import LARGEST, check_choice, check_integer
 from kvlab.kernels.layout import REGION_TOKENS
 from kvlab.models.kolibri1_config import kolibri1_config
 from kvlab.schemes import Scheme, get_scheme
@@ -34,6 +34,9 @@ BLOCK_TOKENS = 16
 
 STEPS = 2
 """Steps of a session that are not processed yet: asynchronous scheduling runs one while it prepares the next."""
+
+MOST_LAYERS = 10**4
+"""More than any model has; each is an entry of a list here."""
 
 STATES = 2
 """States of a linear-attention layer: with prefix caching, vLLM's default, one is kept beside the one in use."""
@@ -194,7 +197,7 @@ def layer_kinds(config: PretrainedConfig) -> list[str]:
     # transformers' configs of models whose layers are not alike, as Gemma 4's.
     if differing := getattr(config, "per_layer_attributes", None):
         raise ValueError(f"config has {', '.join(sorted(differing))} by layer; {accepted}")
-    layers = _size(config, "num_hidden_layers")
+    layers = _size(config, "num_hidden_layers", maximum=MOST_LAYERS)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
@@ -234,11 +237,11 @@ def check_tp(tp: int, config: PretrainedConfig, name: str = "tp") -> int:
     return tp
 
 
-def _size(config: PretrainedConfig, name: str) -> int:
+def _size(config: PretrainedConfig, name: str, maximum: int = LARGEST) -> int:
     if getattr(config, name, None) is None:
         found = f"config is a {type(config).__name__} without {name}"
         raise ValueError(f"{found}; accepted: one of a model that keeps keys and values by head")
-    return check_integer(getattr(config, name), f"config.{name}", minimum=1)
+    return check_integer(getattr(config, name), f"config.{name}", minimum=1, maximum=maximum)
 
 
 def _layer_pages(scheme: Scheme, config: PretrainedConfig, layers: list[str], tp: int) -> list[Pages]:
@@ -248,7 +251,7 @@ def _layer_pages(scheme: Scheme, config: PretrainedConfig, layers: list[str], tp
     heads = max(1, heads // tp)
     head_dim = getattr(config, "head_dim", None)
     head_dim = _size(config, "hidden_size") // queries if head_dim is None else head_dim
-    head_dim = check_integer(head_dim, "config.head_dim", minimum=1)
+    head_dim = check_integer(head_dim, "config.head_dim", minimum=1, maximum=LARGEST)
     if not (scheme.keys.per_token and scheme.values.per_token):
         raise ValueError(
             f"scheme is {scheme.name!r}, whose scales belong to several tokens; accepted: one that stores each token "
@@ -259,7 +262,7 @@ def _layer_pages(scheme: Scheme, config: PretrainedConfig, layers: list[str], tp
     kinds = set(layers)
     pages = {}
     if SLIDING in kinds:
-        window = check_integer(config.sliding_window, "config.sliding_window", minimum=1)
+        window = check_integer(config.sliding_window, "config.sliding_window", minimum=1, maximum=LARGEST)
         token = heads * cell_bytes(window_scheme, head_dim)
         pages[SLIDING] = Pages(SLIDING, BLOCK_TOKENS * token, BLOCK_TOKENS, window)
     if FULL in kinds:
@@ -315,7 +318,7 @@ def linear_state_bytes(config: PretrainedConfig, tp: int) -> int:
             f"config has {LINEAR} layers and no {', '.join(missing)}; accepted: gated delta nets, whose state those "
             "fields define"
         )
-    values = {name: check_integer(value, f"config.linear_{name}", minimum=1) for name, value in values.items()}
+    values = {name: _size(config, f"linear_{name}") for name in names}
     key_heads, value_heads, key_dim, value_dim, kernel = values.values()
     if key_heads % tp or value_heads % tp:
         raise ValueError(f"tp is {tp}; accepted: a divisor of {key_heads} key heads and {value_heads} value heads")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 import signal
 import sys
 
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, TypeError, ImportError, OSError) as error:
         if os.environ.get("KVLAB_TRACEBACK"):
             raise
-        code = _complain(str(error))
+        code = _complain(_in_words(error))
     except (KeyboardInterrupt, typer.Abort):
         code = _complain("interrupted; what was finished is kept", code=130)
     except Exception as error:
@@ -51,6 +52,19 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         code = _complain(error.format_message())
     sys.exit(code or 0)
+
+
+PATH = reprlib.Repr()
+PATH.maxstring = 200
+"""Characters of a path that an error shows; the middle of a longer one is left out."""
+
+
+def _in_words(error: Exception) -> str:
+    """Return what an error says; one of the system's own, which names no argument, names its path."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return str(error)
+    path = PATH.repr(os.fsdecode(error.filename))
+    return f"path is {path}, which cannot be used ({error.strerror}); accepted: one that can be read, or written"
 
 
 def _complain(message: str, code: int = 2) -> int:

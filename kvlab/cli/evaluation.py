@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import shlex
 import sys
 from pathlib import Path
@@ -140,6 +141,9 @@ def _generation(pairs: list[str] | None) -> dict[str, object]:
             settings[key] = json.loads(text)
         except json.JSONDecodeError:
             settings[key] = text
+        # Numbers of thousands of digits, and brackets as deep.
+        except (ValueError, RecursionError):
+            raise ValueError(f"generation is {reprlib.repr(pair)}; accepted: KEY=VALUE, as temperature=0.6") from None
     return settings
 
 

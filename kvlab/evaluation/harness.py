@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sqlite3
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -72,7 +73,8 @@ def evaluate(
     chat
         Whether prompts go through the model's chat template.
     cache
-        Where answers are kept until all are there, so that an interrupted task goes on; removed at the end.
+        Where answers are kept until all are there, so that an interrupted task goes on; removed at the end, or where
+        it is damaged.
 
     Returns
     -------
@@ -85,6 +87,9 @@ def evaluate(
     # A module imported anew starts from its own seed, so that prompts do not depend on the tasks before.
     sys.modules.pop(CWE, None)
     folder = Path(lm_eval.__file__).parent / "tasks" / family
+    for file in _cached(cache):
+        if _is_damaged(file):
+            file.unlink()
     with _quiet():
         # The index of this one family; that of all takes half a minute.
         manager = TaskManager(include_path=folder, include_defaults=False, metadata=dict(metadata))
@@ -102,9 +107,22 @@ def evaluate(
             fewshot_random_seed=prompt_seed,
             torch_random_seed=sampling_seed,
         )
-    for file in cache.parent.glob(f"{cache.name}_rank*"):
+    for file in _cached(cache):
         file.unlink()
     return results["samples"][task]
+
+
+def _cached(cache: Path) -> list[Path]:
+    """Return the databases that the harness keeps answers in, one a rank."""
+    return list(cache.parent.glob(f"{cache.name}_rank*"))
+
+
+def _is_damaged(database: Path) -> bool:
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        try:
+            return connection.execute("PRAGMA quick_check").fetchone() != ("ok",)
+        except sqlite3.DatabaseError:
+            return True
 
 
 def to_samples(logged: list[dict[str, Any]], task: str, *, length: int | None = None, run: int = 1) -> list[Sample]:
@@ -146,7 +164,12 @@ def to_samples(logged: list[dict[str, Any]], task: str, *, length: int | None = 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the harness's prints off standard output, which is ours, and its log to what went wrong."""
+    """Keep the harness's prints off standard output, which is ours, and its log to what went wrong.
+
+    A progress bar that an error left open is closed, which ends its line.
+    """
+    from tqdm import tqdm
+
     log = logging.getLogger("lm_eval")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -155,3 +178,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(level)
+        # The attribute is there from the first bar on.
+        for bar in list(getattr(tqdm, "_instances", ())):
+            bar.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -11,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from kvlab import provenance
-from kvlab.checks import check_choice, check_integer
+from kvlab.checks import LARGEST, check_choice, check_integer
 from kvlab.defaults import GPQA_RUNS
 from kvlab.evaluation.harness import evaluate, harness, to_samples
 from kvlab.evaluation.samples import ENDING, Sample, read_samples, write_samples
@@ -62,7 +63,7 @@ RECORD = "run.json"
 
 @dataclass(frozen=True)
 class Settings:
-    """How a benchmark is run; what is left out is the harness's own setting.
+    """How a benchmark is run, checked; what is left out is the harness's own setting.
 
     Attributes
     ----------
@@ -76,6 +77,11 @@ class Settings:
         Whether prompts go through the chat template.
     tokenizer
         What RULER measures lengths with; None takes the model's.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A number of another kind, or a generation setting that JSON, in which it is sent, cannot hold.
     """
 
     prompts: int | None = None
@@ -83,6 +89,21 @@ class Settings:
     generation: Mapping[str, object] = field(default_factory=dict)
     chat: bool = False
     tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the harness."""
+        if self.prompts is not None:
+            check_integer(self.prompts, "prompts", minimum=1, maximum=LARGEST)
+        check_integer(self.seed, "seed", minimum=0, maximum=LARGEST)
+        for name, value in self.generation.items():
+            found = f"generation {name} is {reprlib.repr(value)}"
+            try:
+                json.dumps({name: value}, ensure_ascii=False, allow_nan=False).encode()
+            except (TypeError, ValueError, RecursionError):
+                raise ValueError(f"{found}; accepted: what JSON can hold, numbers finite") from None
+            stops = value if isinstance(value, list) else [value]
+            if name == "until" and not all(isinstance(stop, str) for stop in stops):
+                raise ValueError(f"{found}; accepted: a text that ends an answer, or a list of them")
 
 
 @dataclass(frozen=True)
@@ -140,8 +161,9 @@ def ruler(
         The server failed; what was finished is kept.
     """
     check_out(out)
-    chosen = [check_choice(task, "task", RULER_TASKS) for task in tasks or RULER_TASKS]
-    lengths = [check_integer(length, "length", minimum=SHORTEST) for length in lengths]
+    # What is named twice is run once.
+    chosen = list(dict.fromkeys(check_choice(task, "task", RULER_TASKS) for task in tasks or RULER_TASKS))
+    lengths = list(dict.fromkeys(check_integer(length, "length", minimum=SHORTEST) for length in lengths))
     if not lengths:
         raise ValueError("lengths is empty; accepted: at least one context length, in tokens")
     harness()
@@ -151,6 +173,7 @@ def ruler(
     _fetch(chosen)
     parts = [Part(task, RULER_TASKS[task][0], length, 1) for length in lengths for task in chosen]
     tokenizer = settings.tokenizer or setup.tokenizer()
+    _check_tokenizer(tokenizer)
 
     def told(part: Part) -> dict[str, object]:
         return {"tokenizer": tokenizer, "max_seq_lengths": [part.length]}
@@ -253,7 +276,7 @@ def _record(out: Path, benchmark: str, setup: Setup, settings: Settings, command
         try:
             begun = json.loads(path.read_text(encoding="utf-8"))
             differing = [name for name, value in identity.items() if begun[name] != value]
-        except (ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             raise ValueError(f"out has a damaged {RECORD}; accepted: a folder of kvlab eval, or a new one") from None
         if differing:
             name = differing[0]
@@ -284,6 +307,18 @@ def summary(samples: Iterable[Sample]) -> pd.DataFrame:
     by = ["task", "length", "run", "metric"]
     table = pd.DataFrame(rows, columns=[*by, "score"]).astype({"length": "Int64"})
     return table.groupby(by, sort=False, dropna=False)["score"].agg(prompts="size", mean="mean").reset_index()
+
+
+def _check_tokenizer(name: str) -> None:
+    """Load a tokenizer as RULER's tasks do, which keep it, so that one that cannot be had is said at once."""
+    from lm_eval.tasks.ruler.common_utils import get_tokenizer
+
+    try:
+        get_tokenizer(name)
+    # The hub, the disk and tokenizers' own classes each fail in their own way.
+    except Exception as error:
+        reason = f"which cannot be loaded ({type(error).__name__})"
+        raise ValueError(f"tokenizer is {name!r}, {reason}; accepted: a folder with one, or a hub name") from None
 
 
 def _fetch(tasks: Sequence[str]) -> None:

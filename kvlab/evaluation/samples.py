@@ -98,7 +98,8 @@ def _read_file(path: Path) -> list[Sample]:
 def _parse(line: str, where: str) -> Sample:
     try:
         record = json.loads(line)
-    # Beside what is no JSON: numbers of thousands of digits, and brackets as deep.
+        json.dumps(record, ensure_ascii=False).encode()
+    # Beside what is no JSON: numbers of thousands of digits, brackets as deep, halves of surrogate pairs.
     except (ValueError, RecursionError):
         raise ValueError(f"samples file {where} is no JSON; accepted: a whole file of kvlab eval") from None
     names = [field.name for field in fields(Sample)]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from json import JSONDecodeError
 from typing import Any
 
 import httpx
 
+from kvlab.checks import check_integer
 from kvlab.evaluation.harness import harness
 from kvlab.models.default import MODEL_NAME
 from kvlab.models.model_config import read_model_config
@@ -64,7 +67,9 @@ class Server:
         try:
             answer = httpx.get(url, timeout=SECONDS).raise_for_status().json()
             models = {entry["id"]: entry for entry in answer["data"]}
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            if not all(isinstance(name, str) for name in models):
+                raise TypeError("a model's id is no text")
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 f"base_url is {self.base_url!r}, where no server names its models ({error}); "
                 "accepted: an OpenAI-compatible server, as http://127.0.0.1:8000/v1"
@@ -83,8 +88,15 @@ class Server:
         return self.served()["id"]
 
     def longest(self) -> int | None:
-        """Return the server's longest context in tokens, where it says so."""
-        return self.served().get("max_model_len")
+        """Return the server's longest context in tokens, where it says so.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `served`, or what it says is no number of tokens.
+        """
+        longest = self.served().get("max_model_len")
+        return None if longest is None else check_integer(longest, f"max_model_len at {self.base_url}", minimum=1)
 
     @contextmanager
     def open(self, *, seed: int, chat: bool) -> Iterator[Any]:
@@ -94,8 +106,15 @@ class Server:
 
         kind, path = (LocalChatCompletion, "chat/completions") if chat else (LocalCompletionsAPI, "completions")
         given = {"num_concurrent": self.concurrent, "timeout": self.timeout}
+
+        class Client(kind):
+            """The harness's own stops with an error of its parser, or scores what it cannot read as an empty answer."""
+
+            def parse_generations(self, outputs: object, **_: object) -> list[str | None]:
+                return [answer_text(outputs, chat=chat)]
+
         try:
-            yield kind(
+            yield Client(
                 base_url=f"{self.base_url.rstrip('/')}/{path}",
                 model=self.served()["id"],
                 tokenizer_backend="none",
@@ -111,12 +130,45 @@ class Server:
             raise ConnectionError(message) from None
 
 
+class AnswerError(Exception):
+    """A server's answer is not of the form that OpenAI's API has."""
+
+
+def answer_text(answer: object, *, chat: bool) -> str | None:
+    """Return the text of a server's answer to one prompt.
+
+    Parameters
+    ----------
+    answer
+        The JSON document.
+    chat
+        Whether it is one of chat completions; there a message may be without text, null, where a model has used its
+        tokens up while it reasoned.
+
+    Raises
+    ------
+    AnswerError
+        It has not one choice with a text.
+    """
+    try:
+        (choice,) = answer["choices"]
+        text = choice["message"]["content"] if chat else choice["text"]
+        if not isinstance(text, str | None if chat else str):
+            raise TypeError
+        # JSON can spell halves of surrogate pairs, which no file of samples can hold.
+        (text or "").encode()
+    except (TypeError, KeyError, ValueError):
+        wanted = "choices[0].message.content" if chat else "choices[0].text"
+        raise AnswerError(f"its answer {reprlib.repr(answer)} has no text as its only {wanted}") from None
+    return text
+
+
 def _server_errors() -> tuple[type[Exception], ...]:
-    """Return what the harness's client raises once its retries are used up."""
+    """Return what the harness's client raises once its retries are used up, answers that are no JSON among it."""
     import aiohttp
     import requests
 
-    return requests.RequestException, aiohttp.ClientError, TimeoutError
+    return requests.RequestException, aiohttp.ClientError, TimeoutError, AnswerError, JSONDecodeError, RecursionError
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,9 @@ def read_model_config(model: str) -> PretrainedConfig:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise _refused(model, f"whose {CONFIG} has model_type {kind!r}", "a model type that transformers knows")
     try:
-        return AutoConfig.from_pretrained(path.parent)
+        # What it warns of is of other uses of a config.
+        with _quiet("transformers"):
+            return AutoConfig.from_pretrained(path.parent)
     # transformers' classes check their fields each in their own way, some by failing on them.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -80,7 +82,7 @@ def _from_hub(model: str) -> Path:
     except LocalEntryNotFoundError:
         pass
     try:
-        with _quiet_hub():
+        with _quiet("huggingface_hub"):
             # Asked once: the download itself tries for half a minute to reach a hub that is not there.
             get_hf_file_metadata(hf_hub_url(model, CONFIG))
             return Path(hf_hub_download(model, CONFIG))
@@ -91,8 +93,8 @@ def _from_hub(model: str) -> Path:
 
 
 @contextmanager
-def _quiet_hub() -> Iterator[None]:
-    log = logging.getLogger("huggingface_hub")
+def _quiet(name: str) -> Iterator[None]:
+    log = logging.getLogger(name)
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:

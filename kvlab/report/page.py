@@ -63,7 +63,8 @@ def write_report(sources: Iterable[Path], out: Path) -> list[Section]:
     page = _render(sections, ", ".join(map(str, sources)))
     try:
         with written_whole(out) as scratch:
-            scratch.write_text(page, encoding="utf-8")
+            # Halves of surrogate pairs, from JSON or a file's name, are in no text: a question mark stands for them.
+            scratch.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ValueError(f"out is {str(out)!r}, which cannot be written ({error.strerror}); {accepted}") from None
     return sections

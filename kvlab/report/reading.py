@@ -7,12 +7,13 @@ import csv
 import io
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 DIGITS = 6
 """Significant ones of a JSON document's numbers; a CSV file's are shown as they are written there."""
@@ -22,8 +23,11 @@ PROVENANCE = ("machine", "versions", "date", "command", "weights", "kvlab")
 """Columns that are folded into one line above the table where all rows agree."""
 MISSING = "–"
 
-BROKEN = (ValueError, csv.Error, RecursionError, SyntaxError, OSError, Image.DecompressionBombError)
-"""What readers say of a file that is not what its ending says: images are SyntaxErrors and OSErrors to Pillow."""
+BROKEN = (ValueError, csv.Error, RecursionError, SyntaxError, LookupError, OSError, Image.DecompressionBombError)
+"""What readers say of a file that is not what its ending says.
+
+Images are SyntaxErrors and OSErrors to Pillow, an encoding that nobody knows is a LookupError to the XML parser.
+"""
 
 
 @dataclass(frozen=True)
@@ -178,8 +182,15 @@ def _is_number(cell: str) -> bool:
 
 
 def _read_png(data: bytes) -> list[Item]:
-    with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
-        image.load()
+    with warnings.catch_warnings():
+        # What Pillow warns of is still read; what is too large for it is refused.
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        try:
+            with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+                image.load()
+        except UnidentifiedImageError:
+            # Pillow's words name the buffer.
+            raise ValueError("it does not begin as one") from None
     return [_embed(data, "image/png")]
 
 

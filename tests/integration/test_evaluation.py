@@ -75,10 +75,10 @@ class Answers(BaseHTTPRequestHandler):
         key = re.search(r"magic number for (\S+) mentioned", prompt)
         found = re.search(rf"for {key[1]} is: (\d+)", prompt)[1] if key else "none"
         message = {"text": f" {found}", "message": {"content": f" {found}"}}
-        self.reply({"choices": [{"index": 0, **message}]})
+        self.reply({"choices": [{"index": 0, **message}]} if self.server.says is None else self.server.says)
 
     def reply(self, document):
-        body = json.dumps(document).encode()
+        body = document if isinstance(document, bytes) else json.dumps(document).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -89,7 +89,7 @@ class Answers(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tiny):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    server.model, server.requests, server.dies_after = str(tiny), [], float("inf")
+    server.model, server.requests, server.dies_after, server.says = str(tiny), [], float("inf"), None
     server.url = f"http://127.0.0.1:{server.server_port}/v1"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
@@ -159,7 +159,8 @@ def test_a_server_that_dies_is_named_and_what_was_answered_is_not_asked_again(se
     server.dies_after = 6
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
-    assert f"the server at {server.url} failed" in err and "run it again" in err
+    # In a line of its own, not behind the progress bar.
+    assert err.startswith(f"kvlab: the server at {server.url} failed") and "run it again" in err
     assert (tmp_path / "niah_single_1-1024.jsonl").exists() and not (tmp_path / "niah_multikey_2-1024.jsonl").exists()
     server.requests.clear()
     server.dies_after = float("inf")
@@ -169,6 +170,39 @@ def test_a_server_that_dies_is_named_and_what_was_answered_is_not_asked_again(se
     server.requests.clear()
     assert run(capsys, *arguments)[0] == 0
     assert not server.requests
+
+
+NULL = {"choices": [{"index": 0, "text": None, "message": {}}]}
+
+
+@pytest.mark.parametrize(
+    ("says", "kind"),
+    [(NULL, []), (NULL, ["--chat"]), (NULL, ["--concurrent", "2"]), (b"[" * 100_000, [])],
+    ids=lambda x: str(x)[:30],
+)
+def test_what_is_no_answer_is_the_servers_failure_and_scores_nothing(server, tmp_path, capsys, monkeypatch, says, kind):
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda _: None)
+    server.says = says
+    arguments = ["ruler", "--base-url", server.url, "--out", tmp_path, "--task", "niah_single_1", *FEW, *kind]
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "") and err.startswith(f"kvlab: the server at {server.url} failed")
+    assert not list(tmp_path.glob("*.jsonl"))
+    server.says = None
+    assert run(capsys, *arguments)[0] == 0
+
+
+def test_damaged_answers_are_asked_for_again_and_what_is_named_twice_once(server, tmp_path, capsys):
+    arguments = ["ruler", "--base-url", server.url, "--out", tmp_path, "--task", "niah_single_1", "--length", "1024"]
+    arguments += [*FEW, "--task", "niah_single_1"]
+    server.dies_after = 1
+    assert run(capsys, *arguments)[0] == 2
+    (cache,) = tmp_path.glob(".*")
+    cache.write_bytes(cache.read_bytes()[:7000])
+    server.requests.clear()
+    server.dies_after = float("inf")
+    code, out, _ = run(capsys, *arguments, "--json")
+    assert (code, len(server.requests)) == (0, 2)
+    assert [row["prompts"] for row in json.loads(out)["rows"]] == [2]
 
 
 def test_another_evaluation_is_not_mixed_in(server, tmp_path, capsys):
@@ -237,6 +271,7 @@ def test_data_that_cannot_be_had_are_named_before_anything_runs(server, tmp_path
         (["--length", "100"], "length is 100; accepted: an integer of at least 1024"),
         (["--task", "niah"], "task is 'niah'; accepted: niah_single_1"),
         (["--model", "other"], "model is 'other'; accepted at"),
+        (["--length", "1024", "--tokenizer", "/nope"], "tokenizer is '/nope', which cannot be loaded ("),
         (["--scheme", "int5"], "int5"),
         (["--device", "cpu"], "device is 'cpu'; accepted: only for a model run here"),
         (["--generation", "temperature"], "accepted: KEY=VALUE"),

@@ -195,11 +195,22 @@ def test_linear_attention_keeps_two_states_whatever_the_context():
         (MllamaTextConfig(), "cross_attention_layers .*; accepted"),
         (Lfm2MoeConfig(), "conv_L_cache 3; accepted"),
         (WhisperConfig(), "is_encoder_decoder True; accepted"),
-        (changed(num_key_value_heads=0), r"config\.num_key_value_heads is 0; accepted: an integer of at least 1"),
+        (
+            changed(num_key_value_heads=0),
+            r"config\.num_key_value_heads is 0; accepted: an integer from 1 to 1000000000",
+        ),
         (changed(num_attention_heads=0), r"config\.num_attention_heads is 0"),
         (changed(num_key_value_heads=7), r"num_key_value_heads is 7; accepted: a divisor of 32 query heads"),
         (changed(num_key_value_heads="8"), r"num_key_value_heads is '8'; accepted: an integer"),
-        (changed(head_dim=0), r"config\.head_dim is 0; accepted: an integer of at least 1"),
+        (changed(head_dim=0), r"config\.head_dim is 0; accepted: an integer from 1 to 1000000000"),
+        # More than any model has: what would not fit in memory, or in a float, or takes for ever.
+        (changed(num_hidden_layers=10**9), r"config\.num_hidden_layers is 1000000000; accepted: .* to 10000"),
+        (changed(head_dim=10**30), r"config\.head_dim is 10*; accepted"),
+        (changed(head_dim=None, hidden_size=10**400), r"config\.hidden_size is 10*\.\.\.0*; accepted"),
+        (
+            Qwen3Config(layer_types=[SLIDING], num_hidden_layers=1, use_sliding_window=True, sliding_window=10**30),
+            "window is 10*; accepted",
+        ),
         (changed(head_dim=None, hidden_size=8), r"config\.head_dim is 0"),
         (changed(num_hidden_layers=0), r"config\.num_hidden_layers is 0"),
         (
@@ -243,7 +254,7 @@ def test_tp_that_does_not_divide_linear_heads_is_refused():
             r"cache_bytes is -3000000000\.0; accepted: a positive number, at most 1e\+18, in bytes",
         ),
         ({"cache_bytes": 1e300}, r"cache_bytes is 1e\+300; accepted"),
-        ({"contexts": [0]}, "context is 0; accepted: an integer of at least 1"),
+        ({"contexts": [0]}, "context is 0; accepted: an integer from 1 to 1000000000"),
         ({"contexts": [1.5]}, r"context is 1\.5"),
         ({"cache_bytes": 0}, "cache_bytes is 0; accepted: a positive number"),
         ({"cache_bytes": math.inf}, "cache_bytes is inf"),

@@ -1,9 +1,10 @@
 """`kvlab capacity`: what it prints, and what it says of what it cannot read."""
 
 import json
+import logging
 
 import pytest
-from transformers import LlamaConfig, MambaConfig, Qwen3Config, Qwen3NextConfig
+from transformers import LlamaConfig, MambaConfig, Qwen3Config, Qwen3NextConfig, WhisperConfig
 
 from kvlab import capacity
 from kvlab.cli import main
@@ -89,6 +90,15 @@ def test_a_context_beyond_the_model_is_counted_and_noted(capsys):
         ),
         (["--context", 4096, "--gpus", 1, "--gpu-memory-gb", 24], "of weights on each of 1 GPU\n"),
         (["--context", -1, "--cache-gb", 1], "context is -1"),
+        (["--context", 10**400, "--cache-gb", 1], "0000; accepted: an integer from 1 to 1000000000"),
+        (
+            ["--context", 4096, "--gpus", 10**400, "--tp", 1, "--gpu-memory-gb", 80],
+            "0000; accepted: an integer from 1 to 1000000000",
+        ),
+        (
+            ["--context", 4096, "--cache-gb", 1, "--max-num-batched-tokens", 10**400],
+            "0000; accepted: an integer from 1 to 1000000000",
+        ),
         (["--context", "64k", "--cache-gb", 1], "Invalid value for '--context'"),
         (
             ["--context", 4096, "--gpus", 3, "--gpu-memory-gb", 80, "--tp", 2],
@@ -139,6 +149,20 @@ def test_a_config_that_cannot_be_read_is_one_line(capsys, tmp_path, content, mes
     code, out, err = run(capsys, "--context", 4096, "--cache-gb", 1, "--model", tmp_path)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+def test_what_transformers_warns_of_in_a_config_is_no_line_beside_the_error(capsys, tmp_path):
+    # Its special tokens are beyond the vocabulary.
+    (tmp_path / "config.json").write_text(json.dumps(WhisperConfig().to_dict() | {"vocab_size": 100}))
+    said = []
+    handler = logging.Handler()
+    handler.emit = said.append
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        code, _, err = run(capsys, "--context", 4096, "--cache-gb", 1, "--model", tmp_path)
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert (code, said) == (2, []) and "is_encoder_decoder" in err
 
 
 def test_a_model_of_no_name_is_no_folder(capsys):

@@ -22,6 +22,13 @@ def test_other_numbers_are_no_integers(value):
         check_integer(value, "n", minimum=0)
 
 
+@pytest.mark.parametrize("value", [-1, 11, 10**400])
+def test_integers_have_a_smallest_and_a_largest(value):
+    assert [check_integer(value, "n", minimum=0, maximum=10) for value in (0, 10)] == [0, 10]
+    with pytest.raises(ValueError, match=r"^n is -?1[01]*(\.\.\.0+)?; accepted: an integer from 0 to 10$"):
+        check_integer(value, "n", minimum=0, maximum=10)
+
+
 @pytest.mark.parametrize("value", [4.0, True, "4", torch.tensor([4, 5]), None])
 def test_a_choice_has_the_type_of_what_is_accepted(value):
     with pytest.raises(ValueError, match=r"bits is .*; accepted: 2, 4"):

@@ -132,3 +132,14 @@ def test_an_unwritable_folder_is_named_before_anything_is_measured(capsys, tmp_p
     assert (code, err.count("\n")) == (2, 1)
     assert f"out is '{out}', which cannot be written" in err
     assert file.read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    "command", [["compare", "--", 5000 * "a"], ["report"], ["capacity", "--context=1", "--cache-gb=1", "--model"]]
+)
+def test_a_path_that_the_system_refuses_is_named_in_words(capsys, command):
+    code, out, err = run(capsys, *command, 5000 * "a")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert re.fullmatch(
+        r"kvlab: path is 'a+\.\.\.a+', which cannot be used \(File name too long\); accepted: .*\n", err
+    )

@@ -170,6 +170,7 @@ def edit(old, new):
         (edit('{"score": 1.0}', "{}"), "has no score; accepted: one metric at least"),
         (edit('"length": 4096', f'"length": {2**63}'), "has length 9223372036854775808; accepted"),
         (lambda path: path.write_text("[" * 100_000 + "\n"), "line 1 is no JSON"),
+        (edit('"task": "', '"task": "\\ud800'), "line 1 is no JSON"),
         (edit('"prompt": 5,', '"prompt": "5",'), "has prompt '5'"),
         (edit('"response"', '"answer"'), "line 1 is no sample"),
         (edit("{", "["), "line 1 is no JSON"),

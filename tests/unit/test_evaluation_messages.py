@@ -2,6 +2,7 @@ import builtins
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvlab.cli import main
@@ -81,3 +82,86 @@ def test_runs_that_would_all_be_the_same_are_refused(tmp_path, generation):
     settings = job.Settings(generation=generation)
     with pytest.raises(ValueError, match="runs is 4 without a temperature; accepted: generation temperature"):
         job.gpqa(setups.Server(SERVER[1]), tmp_path, task=job.GPQA_TASKS[0], max_tokens=5, settings=settings)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        5,
+        [],
+        {},
+        {"error": {"message": "bad"}},
+        {"choices": None},
+        {"choices": []},
+        {"choices": [{}]},
+        {"choices": [{"text": 5, "message": {"content": 5}}]},
+        {"choices": [{"text": None, "message": None}]},
+        {"choices": [{"text": "\ud800", "message": {"content": "\ud800"}}]},
+        {"choices": 2 * [{"text": "a", "message": {"content": "a"}}]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_answer_without_a_text_is_none(answer, chat):
+    with pytest.raises(setups.AnswerError, match=r"has no text as its only choices\[0\]\.") as caught:
+        setups.answer_text(answer, chat=chat)
+    str(caught.value).encode()
+
+
+def test_answers_are_texts_and_in_a_chat_none_where_reasoning_took_all():
+    assert setups.answer_text({"choices": [{"index": 0, "text": ""}]}, chat=False) == ""
+    assert setups.answer_text({"choices": [{"message": {"content": "a"}}]}, chat=True) == "a"
+    assert setups.answer_text({"choices": [{"message": {"content": None}}]}, chat=True) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"[" * 100_000, "where no server names its models"),
+        (b'{"data": [{"id": 5}]}', "where no server names its models (a model's id is no text)"),
+        (
+            b'{"data": [{"id": "m", "max_model_len": "abc"}]}',
+            "max_model_len at http://127.0.0.1:9/v1 is 'abc'; accepted",
+        ),
+        (b'{"data": [{"id": "m", "max_model_len": -1}]}', "max_model_len at http://127.0.0.1:9/v1 is -1; accepted"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_what_a_server_says_of_itself_is_checked(monkeypatch, body, message):
+    request = httpx.Request("GET", SERVER[1])
+    monkeypatch.setattr(setups.httpx, "get", lambda *_, **__: httpx.Response(200, content=body, request=request))
+    with pytest.raises((TypeError, ValueError)) as caught:
+        setups.Server(SERVER[1]).longest()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", 10**30], "prompts is 1000000000000000000000000000000; accepted: an integer from 1 to"),
+        (["--seed", 10**30], "seed is 1000000000000000000000000000000; accepted: an integer from 0 to"),
+        (["--generation", "temperature=NaN"], "generation temperature is nan; accepted: what JSON can hold"),
+        (["--generation", f"a={5000 * '1'}"], "accepted: KEY=VALUE"),
+        (["--generation", f"a={100_000 * '['}"], "accepted: KEY=VALUE"),
+        (["--generation", r'a="\ud800"'], "generation a is '\\ud800'; accepted: what JSON can hold"),
+        (["--generation", "until=5"], "generation until is 5; accepted: a text that ends an answer, or a list of them"),
+        (["--generation", 'until=["a", 5]'], "generation until is ['a', 5]; accepted"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_is_asked(capsys, tmp_path, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        main(["eval", "ruler", *SERVER, "--out", str(tmp_path / "x"), *map(str, arguments)])
+    captured = capsys.readouterr()
+    assert (stop.value.code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    assert message in captured.err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["deep", "folder"])
+def test_a_record_that_is_none_is_called_damaged(monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(job.metadata, "version", lambda _: "0")
+    record = tmp_path / job.RECORD
+    record.mkdir() if kind == "folder" else record.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"out has a damaged run\.json"):
+        job._record(tmp_path, "ruler", setups.InProcess("x"), job.Settings(), "")

@@ -1,5 +1,6 @@
 import base64
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from PIL import Image
 
 from kvlab import plots
 from kvlab.cli import main
@@ -224,7 +226,8 @@ BROKEN = {
     "deep.json": (b"[" * 100_000, "which is no table"),
     "cut.svg": (b'<svg xmlns="http://www.w3.org/2000/svg"><g>', "which is no SVG image"),
     "page.svg": (b"<html/>", "an XML document of 'html'"),
-    "text.png": (b"hello", "which is no PNG image"),
+    "encoding.svg": (b'<?xml version="1.0" encoding="foo"?><svg/>', "which is no SVG image (unknown encoding: foo)"),
+    "text.png": (b"hello", "which is no PNG image (it does not begin as one); accepted"),
     "binary.md": (b"\xff\xfe\xff", "which is no text"),
 }
 
@@ -239,6 +242,20 @@ def test_a_file_that_is_not_what_its_name_says(folder, tmp_path, capsys, name, f
     assert (code, printed, err.count("\n")) == (2, "", 1)
     assert f"file is '{folder / name}'" in err and message in err
     assert not out.exists()
+
+
+def test_a_large_png_is_shown_without_a_warning(folder, tmp_path, capsys, monkeypatch, recwarn):
+    # Pillow warns of more pixels than this and refuses twice as many.
+    with Image.open(folder / "only_png.png") as image:
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", image.width * image.height - 1)
+    assert run(capsys, folder, "--out", tmp_path / "report.html")[0] == 0
+    assert not [warning for warning in recwarn if warning.category is Image.DecompressionBombWarning]
+
+
+def test_what_no_text_can_hold_becomes_a_question_mark(tmp_path):
+    (tmp_path / os.fsdecode(b"name\xff.json")).write_text(r'[{"cell": "half \ud800"}]')
+    shown = page(tmp_path, tmp_path)
+    assert "half ?" in shown.cells and "name?" in shown.text
 
 
 @pytest.mark.parametrize("cut", [40, 400])
