@@ -126,7 +126,7 @@ def test_a_capture_on_disk_is_what_hooks_see(source, ids, tmp_path):
 
 def test_keys_on_disk_are_the_models_own_bits(source, ids, tmp_path):
     """The gain is applied on reading: BF16 gain times BF16 normalised key, as the model does it."""
-    stored = stream_to_disk(source, ids, CaptureWriter(tmp_path, manifest(source)))
+    stored = stream_to_disk(source, ids, CaptureWriter(tmp_path, manifest(source)), dtype=torch.bfloat16)
     seen = {}
     streamed = StreamedModel(source, "cpu", torch.bfloat16)
 

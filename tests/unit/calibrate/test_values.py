@@ -129,9 +129,7 @@ def test_values_that_gain_nothing_are_left_alone(captures, holdout, monkeypatch)
 
 def test_values_that_a_scheme_transforms_already_are_refused():
     maps = {4: torch.eye(HEAD_DIM).expand(KV_HEADS, -1, -1)}
-    with pytest.raises(
-        ValueError, match=r"^base is 'hadamard-int4-refit-kv'; accepted with .* one that has none"
-    ):
+    with pytest.raises(ValueError, match=r"^base is 'hadamard-int4-refit-kv'; accepted with .* one that has none"):
         calibrated_scheme("hadamard-int4-refit-kv", 0, value_maps=maps)
 
 
