@@ -95,7 +95,7 @@ def bound_table(captures: Capture | Iterable[Capture], scheme: str | Scheme = "h
         centred = sample.minus(sample.mean)
         rotation = rotation_matrix(rotation_of(scheme), layer, sample.keys.shape[-1])
         # All in the energy of scores that are not centred.
-        share = (_score_energy(centred) / _score_energy(sample)).sqrt()
+        share = (centred.score_energy / sample.score_energy).sqrt()
         errors = {
             "rotation": expected_error(sample, plain(sample, rotation)),
             "balanced": share * expected_error(centred, balanced(centred, rotation)),
@@ -104,8 +104,3 @@ def bound_table(captures: Capture | Iterable[Capture], scheme: str | Scheme = "h
         columns = zip(*(error.tolist() for error in errors.values()), strict=True)
         rows += [(layer, head, *row) for head, row in enumerate(columns)]
     return pd.DataFrame(rows, columns=["layer", "head", *errors])
-
-
-def _score_energy(sample: KeySample) -> torch.Tensor:
-    """Return tr(C M) per KV head."""
-    return (sample.covariance * sample.moment).sum((-2, -1))

@@ -46,7 +46,7 @@ def expected_error(sample: KeySample, matrix: torch.Tensor) -> torch.Tensor:
     energy = (sample.weights * steps.square().double()).sum(-1) / 12
     inverse = torch.linalg.inv(matrix.double())
     seen = (sample.covariance @ inverse * inverse).sum((-2, -1))
-    return (energy * seen / (sample.covariance * sample.moment).sum((-2, -1))).sqrt()
+    return (energy * seen / sample.score_energy).sqrt()
 
 
 def learned_rotation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -53,10 +54,15 @@ class KeySample:
         blocks = zip(self.keys.split(BLOCK_TOKENS, dim=1), self.weights.split(BLOCK_TOKENS, dim=1), strict=True)
         return sum((weights[:, None] @ keys.double())[:, 0] for keys, weights in blocks)
 
-    @property
+    @cached_property
     def moment(self) -> torch.Tensor:
         """M: the weighted second moment of the keys about zero, float64 ``[num_kv_heads, head_dim, head_dim]``."""
         return moment(self.keys, self.weights)
+
+    @property
+    def score_energy(self) -> torch.Tensor:
+        """tr(C M): the weighted mean square of the scores, float64 ``[num_kv_heads]``."""
+        return (self.covariance * self.moment).sum((-2, -1))
 
     def minus(self, mean: torch.Tensor) -> KeySample:
         """Return this sample with ``mean``, ``[num_kv_heads, head_dim]``, subtracted from the keys."""
@@ -139,11 +145,13 @@ def mixed_sample(layers: Iterable[LayerCapture], scheme: str | Scheme = "hadamar
     """
     layers = list(layers)
     attended, alike = attention_sample(layers, scheme), uniform_sample(layers, scheme)
-    weights, covariance = (
-        (1 - UNIFORM_SHARE) * getattr(attended, name) + UNIFORM_SHARE * getattr(alike, name)
-        for name in ("weights", "covariance")
-    )
+    weights, covariance = (mixed(getattr(attended, name), getattr(alike, name)) for name in ("weights", "covariance"))
     return KeySample(alike.keys, weights, covariance)
+
+
+def mixed(attended: torch.Tensor, alike: torch.Tensor) -> torch.Tensor:
+    """Mix what attention says with what counts all alike, by `UNIFORM_SHARE`."""
+    return (1 - UNIFORM_SHARE) * attended + UNIFORM_SHARE * alike
 
 
 def _as_stored(layer: LayerCapture, item: int, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:

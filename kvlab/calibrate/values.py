@@ -10,7 +10,7 @@ from kvlab.calibrate.closed_forms import led_by_the_free_direction, shrunk
 from kvlab.calibrate.compose import rotation_of
 from kvlab.calibrate.fit import rotation_matrix
 from kvlab.calibrate.layers import full_layers
-from kvlab.calibrate.sample import UNIFORM_SHARE, attention_weights, moment
+from kvlab.calibrate.sample import attention_weights, mixed, moment
 from kvlab.recording import Capture, LayerCapture
 from kvlab.schemes import Scheme, get_scheme
 from kvlab.transforms import Center, Chain, Matrix
@@ -76,7 +76,7 @@ def fit_values(layers: Iterable[LayerCapture], rotation: torch.Tensor) -> tuple[
     ]
     values, attended = (torch.cat(column, dim=1) for column in zip(*parts, strict=True))
     alike = torch.full_like(attended, 1 / attended.shape[1])
-    weights = UNIFORM_SHARE * alike + (1 - UNIFORM_SHARE) * attended / attended.sum(-1, keepdim=True)
+    weights = mixed(attended / attended.sum(-1, keepdim=True), alike)
     mean = (weights[:, None] @ values.double()).float()
     variances, basis = torch.linalg.eigh(shrunk(moment(values - mean, weights)))
     scaled = variances.flip(-1).pow(-0.25)[..., None] * basis.flip(-1).mT
