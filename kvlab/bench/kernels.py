@@ -27,12 +27,13 @@ from kvlab.bench.cases import (
     store_cases,
 )
 from kvlab.bench.timing import CudaClock
+from kvlab.kernels.folding import REFIT
 from kvlab.paths import written_whole
 
 if TYPE_CHECKING:
     from kvlab.kernels.prefill import Flash
 
-OURS, STOCK = "hadamard-int4", "fp8"
+OURS, REFITTED, STOCK = "hadamard-int4", "hadamard-int4-refit", "fp8"
 SUSTAINED = tuple(DecodeCase(*shape, (64 * KIB,) * 64) for shape in SHAPES)
 """The load under which the GPU meets its power limit."""
 
@@ -194,7 +195,8 @@ def bench_kernels(
     """
     bench = KernelBench(CudaClock())
     bench.run("decode", {OURS: ours.decode, **decode_competitors}, decode_cases(quick=quick), progress=progress)
-    bench.run("store", {OURS: ours.store, **store_competitors}, store_cases(quick=quick), progress=progress)
+    store = {OURS: ours.store, REFITTED: partial(ours.store, quantizer=REFIT), **store_competitors}
+    bench.run("store", store, store_cases(quick=quick), progress=progress)
     prefill = {OURS: partial(ours.prefill, flash=flash), **prefill_competitors}
     bench.run("prefill", prefill, prefill_cases(quick=quick), progress=progress)
     stock = {name: entrant for name, entrant in decode_competitors.items() if name == STOCK}

@@ -20,10 +20,12 @@ from kvlab.bench.cases import (
     sets_of_inputs,
     shuffled_tables,
 )
+from kvlab.kernels.folding import CODEC, Folding
 from kvlab.kernels.layout import REGION_TOKENS, cell_bytes, region_view, unpack_regions
 
 if TYPE_CHECKING:
     from kvlab.kernels.prefill import Flash
+    from kvlab.quantizers.base import Quantizer
 
 BLOCK_SIZE = REGION_TOKENS
 CHECKED_TOKENS = 64
@@ -79,12 +81,11 @@ def decode(case: DecodeCase, device: torch.device) -> Entry:
     return Entry(calls, num_bytes, once_per_step=partial(plan.update, seq_lens), error=error)
 
 
-def store(case: StoreCase, device: torch.device) -> Entry:
-    """Prepare `kvlab.kernels.store` with one random rotation.
+def store(case: StoreCase, device: torch.device, quantizer: Quantizer = CODEC) -> Entry:
+    """Prepare `kvlab.kernels.store` with one random rotation, ``quantizer`` encoding keys and values.
 
     The error is the larger of two, of the queries and of what the cells hold, against the naive twin in float64.
     """
-    from kvlab.kernels.folding import Folding
     from kvlab.kernels.naive.norm_rotate_store import norm_rotate_store as naive
     from kvlab.kernels.store import norm_rotate_store
 
@@ -93,13 +94,14 @@ def store(case: StoreCase, device: torch.device) -> Entry:
     cache = random_cache(num_blocks, case.num_kv_heads, device)
     matrix = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM, device=device)).Q[None].contiguous()
     heads = {"num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads}
-    run = partial(norm_rotate_store, folding=Folding(matrix, matrix), **heads)
+    folding = Folding(matrix, matrix, k_quantizer=quantizer, v_quantizer=quantizer)
+    run = partial(norm_rotate_store, folding=folding, **heads)
 
     def error() -> float:
         q = run(qkv[0], cache, slots[0])[:CHECKED_TOKENS]
         twin = torch.zeros_like(cache)
         checked = slots[0][:CHECKED_TOKENS]
-        expected = naive(qkv[0][:CHECKED_TOKENS], twin, checked, Folding(matrix, matrix), **heads)
+        expected = naive(qkv[0][:CHECKED_TOKENS], twin, checked, folding, **heads)
         return max(relative_error(q, expected), relative_error(stored(cache, checked), stored(twin, checked)))
 
     calls = [partial(run, one_qkv, cache, one_slots) for one_qkv, one_slots in zip(qkv, slots, strict=True)]

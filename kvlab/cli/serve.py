@@ -17,10 +17,16 @@ def serve_command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A checkpoint folder or a hub name.")],
     scheme: Annotated[
-        str | None, typer.Option(help="hadamard-int4 (the default), int4, calibrated, or stock's: fp8, bf16.")
+        str | None,
+        typer.Option(
+            help="hadamard-int4 (the default), hadamard-int4-refit, hadamard-int4-refit-kv, int4, calibrated, or "
+            "stock's: fp8, bf16."
+        ),
     ] = None,
     calibration: Annotated[Path | None, typer.Option(help="A calibration file, served as 'calibrated'.")] = None,
-    rotation_seed: Annotated[int | None, typer.Option(min=0, help="Of hadamard-int4; default: the library's.")] = None,
+    rotation_seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the rotation of keys; default: the library's.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Where it listens; the default is reached from this machine only.")] = (
         "127.0.0.1"
     ),

@@ -1,4 +1,4 @@
-"""The fixed matrices that stand between a layer's QK-norm and its 4-bit cache."""
+"""What stands between a layer's QK-norm and its 4-bit cache: fixed matrices, and the quantizers that write it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvlab import codec
 from kvlab.checks import check_finite, check_vectors
+from kvlab.quantizers import AsymmetricInteger, RefitInteger
+from kvlab.quantizers.base import Quantizer
 
 _LARGEST_EXPONENT = 15
 """Matrices are scaled by a power of two to just below 2^15: fp16 then holds 11 bits of all but the tiniest entries."""
+
+CODEC, REFIT = AsymmetricInteger(4), RefitInteger()
+ENCODERS = {CODEC: codec.encode, REFIT: REFIT.encode}
+"""Quantizers that the kernels write → the same in plain torch. All write bytes that `kvlab.codec.decode` reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +64,8 @@ class Folding:
         The same, or None for values as they are.
     k_bias, v_bias
         float32 ``[num_kv_heads, head_dim]``, or None.
+    k_quantizer, v_quantizer
+        `CODEC`, or `REFIT`, which searches scale and offset.
 
     Attributes
     ----------
@@ -66,9 +75,9 @@ class Folding:
     Raises
     ------
     TypeError
-        An argument is no float32 tensor.
+        A matrix or bias is no float32 tensor, or a quantizer is none.
     ValueError
-        A shape or device does not fit ``q_matrix``'s, or a component is not finite.
+        A shape or device does not fit ``q_matrix``'s, a component is not finite, or a quantizer is none of these.
     """
 
     q_matrix: torch.Tensor
@@ -76,11 +85,15 @@ class Folding:
     v_matrix: torch.Tensor | None = None
     k_bias: torch.Tensor | None = None
     v_bias: torch.Tensor | None = None
+    k_quantizer: Quantizer = CODEC
+    v_quantizer: Quantizer = CODEC
     q_fragments: Fragments = field(init=False, repr=False)
     k_fragments: Fragments = field(init=False, repr=False)
     v_fragments: Fragments | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        check_quantizer(self.k_quantizer, "k_quantizer")
+        check_quantizer(self.v_quantizer, "v_quantizer")
         for name in ("q_matrix", "k_matrix", "v_matrix", "k_bias", "v_bias"):
             x = getattr(self, name)
             if isinstance(x, torch.Tensor) and (x.is_meta or x.layout != torch.strided):
@@ -98,6 +111,11 @@ class Folding:
         if self.q_matrix.is_cuda:
             # The CUDA kernel reads them without waiting for what the stream has still to do.
             torch.cuda.current_stream(self.q_matrix.device).synchronize()
+
+    @property
+    def refits(self) -> tuple[bool, bool]:
+        """Whether keys and whether values are written by `REFIT`."""
+        return self.k_quantizer == REFIT, self.v_quantizer == REFIT
 
     @property
     def head_dim(self) -> int:
@@ -129,3 +147,19 @@ class Folding:
         if x.device != self.q_matrix.device:
             raise ValueError(f"{name} is on {x.device}; accepted: {self.q_matrix.device}, where q_matrix is")
         check_finite(x, name)
+
+
+def check_quantizer(quantizer: object, name: str) -> None:
+    """Check that the kernels write what ``quantizer`` stores.
+
+    Raises
+    ------
+    TypeError
+        It is no quantizer.
+    ValueError
+        It is none of `ENCODERS`.
+    """
+    if not isinstance(quantizer, Quantizer):
+        raise TypeError(f"{name} is a {type(quantizer).__name__}; accepted: a kvlab quantizer")
+    if quantizer not in tuple(ENCODERS):
+        raise ValueError(f"{name} is {quantizer!r}; accepted: {' or '.join(map(repr, ENCODERS))}")

@@ -64,7 +64,7 @@ def norm_rotate_store(
         int64 ``[at most tokens]``: block · block_size + place in the block. Tokens without a slot, or with a negative
         one, get their query only.
     folding
-        The layer's matrices and biases.
+        The layer's matrices and biases, and the quantizers that encode its keys and values.
     num_heads, num_kv_heads
         Query heads, and the KV heads that they share evenly.
     eps
@@ -162,7 +162,7 @@ def _launch_cuda(
     # While a quarter of a tile for every warp is enough, that is what a warp gets.
     quarters = 1 if tiles * _QUARTERS <= query_warps else _QUARTERS
     query_blocks = -(-min(tiles * _QUARTERS // quarters, query_warps) // _WARPS)
-    _kernel(folding.head_dim, num_kv_heads, group)(
+    _kernel(folding.head_dim, num_kv_heads, group, *folding.refits)(
         (num_kv_heads * (2 * cell_blocks + query_blocks),),
         32 * _WARPS,
         qkv,
@@ -186,8 +186,9 @@ def _launch_cuda(
 
 
 @functools.cache
-def _kernel(head_dim: int, num_kv_heads: int, group: int) -> nvrtc.Kernel:
-    defines = {"HEAD_DIM": head_dim, "NUM_KV_HEADS": num_kv_heads, "GROUP": group}
+def _kernel(*shape: int) -> nvrtc.Kernel:
+    names = ("HEAD_DIM", "NUM_KV_HEADS", "GROUP", "REFIT_KEYS", "REFIT_VALUES")
+    defines = dict(zip(names, map(int, shape), strict=True))
     return nvrtc.Kernel("norm_rotate_store.cu", "norm_rotate_store", **defines)
 
 

@@ -16,6 +16,7 @@ FLOOR = "floor"
 
 SCHEMES = {
     "hadamard-int4": "hadamard-int4 (kvlab)",
+    "hadamard-int4-refit": "hadamard-int4-refit (kvlab)",
     "fp8": "fp8 (FlashAttention 3)",
     "bf16": "bf16 (FlashAttention 3)",
     "int4-per-token-head": "int4-per-token-head (vLLM)",

@@ -12,7 +12,7 @@ from kvlab.quantizers.rounding import ordered_sum
 
 # A squared error is a rounded difference, its rounded square and log2(n) levels of rounded sums, so two of them
 # compare right if they differ by 2·(3 + log2 n)·2⁻²⁴: less than this for any n that fits in memory.
-_CLEARLY_LESS = 1 - 2.0**-18
+CLEARLY_LESS = 1 - 2.0**-18
 
 
 def least_error(x: torch.Tensor, candidates: Iterable[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
@@ -35,7 +35,7 @@ def least_error(x: torch.Tensor, candidates: Iterable[tuple[torch.Tensor, ...]])
     best, least = first, _squared_error(first[0], x)
     for candidate in others:
         error = _squared_error(candidate[0], x)
-        better = error < least * _CLEARLY_LESS
+        better = error < least * CLEARLY_LESS
         best = tuple(torch.where(better, new, old) for new, old in zip(candidate, best, strict=True))
         least = torch.where(better, error, least)
     return best

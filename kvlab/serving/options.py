@@ -9,7 +9,8 @@ from pathlib import Path
 from kvlab.checks import check_choice, check_integer
 
 SECTION = "kolibri1"
-SCHEMES = ("hadamard-int4", "int4", "calibrated")
+ROTATED = ("hadamard-int4", "hadamard-int4-refit", "hadamard-int4-refit-kv")
+SCHEMES = (*ROTATED, "int4", "calibrated")
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,9 @@ class Options:
     Attributes
     ----------
     kv_cache
-        What the full-attention layers store: ``"hadamard-int4"``, ``"int4"`` or ``"calibrated"``.
+        What the full-attention layers store: one of `SCHEMES`.
     rotation_seed
-        Of the rotation, for ``"hadamard-int4"``; None is the library's, so that what was measured is served.
+        Of the rotation of keys, for one of `ROTATED`; None is the library's, so that what was measured is served.
     calibration
         For ``"calibrated"``, a file that ``kvlab calibrate`` wrote.
 
@@ -39,9 +40,10 @@ class Options:
         check_choice(self.kv_cache, f"{SECTION}.kv_cache", SCHEMES)
         if self.rotation_seed is not None:
             check_integer(self.rotation_seed, f"{SECTION}.rotation_seed", minimum=0)
-            if self.kv_cache != "hadamard-int4":
+            if self.kv_cache not in ROTATED:
                 raise ValueError(
-                    f"{SECTION}.rotation_seed is given with kv_cache {self.kv_cache!r}; accepted: with 'hadamard-int4'"
+                    f"{SECTION}.rotation_seed is given with kv_cache {self.kv_cache!r}; accepted: with "
+                    f"{', '.join(ROTATED)}"
                 )
         if (self.calibration is None) == (self.kv_cache == "calibrated"):
             raise ValueError(

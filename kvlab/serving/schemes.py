@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvlab.calibrate import Calibration, calibrated_scheme
-from kvlab.kernels.folding import Folding
+from kvlab.kernels.folding import Folding, check_quantizer
 from kvlab.schemes import Scheme, get_scheme
 from kvlab.serving.options import Options
 from kvlab.transforms import FoldedQKNorm
@@ -19,10 +19,13 @@ def served_scheme(options: Options) -> Scheme:
     Raises
     ------
     ValueError
-        The calibration file cannot be read, or has ingredients that are not served.
+        The calibration file cannot be read, or has ingredients or a quantizer that are not served.
     """
     if options.kv_cache == "calibrated":
-        return Calibration.load(options.calibration).scheme()
+        scheme = Calibration.load(options.calibration).scheme()
+        for side in ("keys", "values"):
+            check_quantizer(getattr(scheme, side).quantizer, f"{options.calibration}: the quantizer of {side}")
+        return scheme
     if options.rotation_seed is not None:
         return calibrated_scheme(options.kv_cache, options.rotation_seed, name=options.kv_cache)
     return get_scheme(options.kv_cache)
@@ -92,7 +95,7 @@ def layer_folding(
     heads: list[int],
     values: ValueMap | None = None,
 ) -> Folding:
-    """Fold a scheme and the gains of QK-norm into the matrices of a layer without RoPE.
+    """Fold a scheme and the gains of QK-norm into the matrices of a layer without RoPE, beside its quantizers.
 
     Parameters
     ----------
@@ -128,6 +131,8 @@ def layer_folding(
         k_bias=_of_heads(k_bias, heads, dims=1).expand(len(heads), -1).contiguous().to(device)
         if k_bias.any()
         else None,
+        k_quantizer=scheme.keys.quantizer,
+        v_quantizer=scheme.values.quantizer,
     )
 
 

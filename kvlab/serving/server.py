@@ -94,11 +94,12 @@ def serve_command(
         A checkpoint folder or a hub name.
     scheme
         What the cache stores: ``"bf16"``, ``"fp8"`` (stock), or 4 bits in the full-attention layers and FP8 in the
-        others: ``"hadamard-int4"`` (the default), ``"int4"``, ``"calibrated"`` (the default with ``calibration``).
+        others: ``"hadamard-int4"`` (the default), ``"hadamard-int4-refit"``, ``"hadamard-int4-refit-kv"``, ``"int4"``,
+        ``"calibrated"`` (the default with ``calibration``).
     calibration
         A file that ``kvlab calibrate`` wrote.
     rotation_seed
-        Of ``"hadamard-int4"``; None is the library's.
+        Of the rotation of keys; None is the library's.
     host, port
         Where it listens. Nothing but this machine reaches the default; before widening it, see vLLM's ``--api-key``.
     arguments

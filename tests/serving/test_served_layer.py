@@ -14,9 +14,9 @@ pytest.importorskip("vllm", reason="needs vLLM: .ci/install-serving-cpu installs
 from engines import maps
 
 import kvlab
-from kvlab import codec
 from kvlab.calibrate import calibrated_scheme
 from kvlab.kernels.decode import DecodePlan
+from kvlab.kernels.folding import ENCODERS
 from kvlab.kernels.layout import cell_bytes, read_cells
 from kvlab.kernels.naive.norm_rotate_store import normalise
 from kvlab.serving import attention, backend
@@ -30,7 +30,15 @@ LENGTHS, NEW = (150, 64, 1, 70, 130), (1, 1, 1, 70, 40)
 DECODES, BLOCKS = 2, 12
 BF16 = 2.0**-8
 """Of a number, at most, what rounding it to 8 binary digits takes; 0.4 of that in the mean square."""
-SCHEMES = ("hadamard-int4", "int4", "calibrated", "calibrated with values")
+SCHEMES = (
+    "hadamard-int4",
+    "hadamard-int4-refit",
+    "hadamard-int4-refit-kv",
+    "int4",
+    "calibrated",
+    "calibrated with values",
+    "calibrated refit with values",
+)
 
 
 def scheme_of(name):
@@ -41,8 +49,9 @@ def scheme_of(name):
         ({LAYER: torch.randn(TOTAL_KV_HEADS, HEAD_DIM, generator=generator)}, {LAYER: maps(TOTAL_KV_HEADS, generator)})
         for _ in range(2)
     )
-    of_values = {"value_means": values[0], "value_maps": values[1]} if name == "calibrated with values" else {}
-    return calibrated_scheme("hadamard-int4", {LAYER: 5}, *keys, **of_values)
+    of_values = {"value_means": values[0], "value_maps": values[1]} if name.endswith("with values") else {}
+    base = "hadamard-int4-refit" if "refit" in name else "hadamard-int4"
+    return calibrated_scheme(base, {LAYER: 5}, *keys, **of_values)
 
 
 class Layer:
@@ -190,9 +199,9 @@ def test_codes_are_the_librarys(layer):
         expected = [keys, layer.scheme.values.transform.forward(layer.every(values.float()), LAYER)[layer.heads]]
         if not layer.scheme.values.transform.transforms:
             # Values are BF16 as the projection left them: not a bit may differ.
-            assert torch.equal(stored[1], codec.encode(expected.pop()))
-        for cells, vectors in zip(stored, expected, strict=False):
-            ours, theirs = codes(cells), codes(codec.encode(vectors))
+            assert torch.equal(stored[1], ENCODERS[layer.scheme.values.quantizer](expected.pop()))
+        for cells, vectors, side in zip(stored, expected, (layer.scheme.keys, layer.scheme.values), strict=False):
+            ours, theirs = codes(cells), codes(ENCODERS[side.quantizer](vectors))
             # They differ in float32's last digits, 1e-6 of a step or so; a code flips where one lies that near to a
             # tie, or where scale or offset round to the next fp16 number, which moves codes by a hundredth: one of each
             # hundred.

@@ -1,11 +1,15 @@
 // From the qkv projection's output to rotated queries and 4-bit cells, in one pass. Compile-time: HEAD_DIM (128), NUM_KV_HEADS and
 // GROUP, the query heads of a KV head. A *vector* is one token and head, 256 bytes of bf16; a warp multiplies 32 of them by a matrix.
+#include "refit.cuh"
 #include "region.cuh"
-#include "rotate.cuh"
 
 constexpr float LARGEST_HALF = 65504.f;
-constexpr float LARGEST_CODE = 15.f;
-constexpr float TO_INTEGER = 12582912.f;  // 1.5 * 2^23: numbers of this size are integers, so that adding it rounds half to even
+
+// What the warps of a block tell each other of the vectors they store: these prepared, and when all have read them, sums.
+__shared__ union {
+  alignas(16) uint32_t prepared[HELD / 2][PIECES][2][32][4];
+  Sums sums;
+} exchange;
 
 // The queries of one KV head, vector r being token r / GROUP and head r % GROUP of the group.
 struct Queries {
@@ -108,7 +112,6 @@ __device__ __forceinline__ void rotate_cells(float (&y)[HELD][PIECE], const Fetc
   const int d = 32 * me.warp + PIECE * me.t;
   if (affine.fragments) {
     // Each warp prepares 8 of the vectors that all four multiply.
-    __shared__ alignas(16) uint32_t prepared[HELD / 2][PIECES][2][32][4];
     __shared__ float factors[VECTORS];
     Vector mine;
 #pragma unroll
@@ -118,7 +121,7 @@ __device__ __forceinline__ void rotate_cells(float (&y)[HELD][PIECE], const Fetc
     for (int c = 0; c < PIECES; c++)
 #pragma unroll
       for (int word = 0; word < 4; word++)
-        prepared[me.warp / 2][c][word / 2][me.lane][word_in_tile(me.warp, word)] = mine[c][word];
+        exchange.prepared[me.warp / 2][c][word / 2][me.lane][word_in_tile(me.warp, word)] = mine[c][word];
     if (me.t == 0) factors[8 * me.warp + me.g] = factor;
     __syncthreads();
     Tile x;
@@ -127,7 +130,7 @@ __device__ __forceinline__ void rotate_cells(float (&y)[HELD][PIECE], const Fetc
 #pragma unroll
       for (int c = 0; c < PIECES; c++)
 #pragma unroll
-        for (int p = 0; p < 2; p++) unpack(x[m][c][p], *reinterpret_cast<const uint4*>(prepared[m][c][p][me.lane]));
+        for (int p = 0; p < 2; p++) unpack(x[m][c][p], *reinterpret_cast<const uint4*>(exchange.prepared[m][c][p][me.lane]));
     Product product;
     multiply<2>(product, x, me.warp, me.lane);
 #pragma unroll
@@ -154,63 +157,16 @@ __device__ __forceinline__ void rotate_cells(float (&y)[HELD][PIECE], const Fetc
   }
 }
 
-struct Range {
-  float low, high;
-};
-// Smallest and largest component of the block's 32 vectors: of a piece, of the 4 lanes, of the 4 warps.
-__device__ __forceinline__ void find_ranges(Range (&range)[HELD], const float (&y)[HELD][PIECE]) {
-  const Lane me;
-  __shared__ Range of_quarter[VECTORS][QUARTERS];
-#pragma unroll
-  for (int i = 0; i < HELD; i++) {
-    float low = y[i][0], high = y[i][0];
-#pragma unroll
-    for (int k = 1; k < PIECE; k++) low = fminf(low, y[i][k]), high = fmaxf(high, y[i][k]);
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      low = fminf(low, __shfl_xor_sync(ALL_LANES, low, step));
-      high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, step));
-    }
-    if (me.t == 0) of_quarter[8 * i + me.g][me.warp] = {low, high};
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < HELD; i++) {
-    range[i] = of_quarter[8 * i + me.g][0];
-#pragma unroll
-    for (int q = 1; q < QUARTERS; q++) {
-      const Range other = of_quarter[8 * i + me.g][q];
-      range[i] = {fminf(range[i].low, other.low), fmaxf(range[i].high, other.high)};
-    }
-  }
-}
-
-// x / divisor, correctly rounded, for a divisor of at most 11 bits and a reciprocal of it good to an ulp or two: the quotient of a
-// 24-bit number is then at least 2^-12 ulp from where rounding changes, and one correction leaves an error far below.
-__device__ __forceinline__ float divide(float x, float divisor, float reciprocal) {
-  const float quotient = x * reciprocal;
-  return fmaf(fmaf(-divisor, quotient, x), reciprocal, quotient);
-}
-
-// The codec's codes of a piece, four bits each, the first in the lowest.
-__device__ __forceinline__ uint32_t encode(const float (&y)[PIECE], float scale, float offset) {
-  const float reciprocal = __fdividef(1.f, scale);
-  uint32_t word = 0;
-#pragma unroll
-  for (int k = 0; k < PIECE; k++) {
-    const float code = fminf(fmaxf(divide(y[k] - offset, scale, reciprocal), 0.f), LARGEST_CODE);
-    word |= (__float_as_uint(code + TO_INTEGER) & 15) << 4 * k;
-  }
-  return scale > 0.f ? word : 0;
-}
-
 // 32 keys or values into the cells of their slots.
+template <bool REFIT>
 __device__ __forceinline__ void store_cells(const float (&y)[HELD][PIECE], const Cells& cells, int first_token,
                                             const int64_t (&slots)[HELD], const Cache& cache) {
   const Lane me;
   const int d = 32 * me.warp + PIECE * me.t;
   Range range[HELD];
   find_ranges(range, y);
+  Stored fitted[HELD];
+  if constexpr (REFIT) refit(fitted, y, range, (cells.tokens - first_token + 7) / 8, exchange.sums);
 #pragma unroll
   for (int i = 0; i < HELD; i++) {
     const int row = first_token + 8 * i + me.g;
@@ -218,24 +174,20 @@ __device__ __forceinline__ void store_cells(const float (&y)[HELD][PIECE], const
 #pragma unroll
       for (int k = 0; k < PIECE; k++) cells.debug[(int64_t(row) * NUM_KV_HEADS + cells.kv_head) * HEAD_DIM + d + k] = y[i][k];
     if (slots[i] < 0) continue;
-    // Adding 0 makes the zero positive, as the codec does.
-    const uint16_t offset_bits = half_bits(range[i].low + 0.f);
-    const float offset = from_half(offset_bits);
-    const uint16_t scale_bits = half_bits(divide(fmaxf(range[i].high - offset, 0.f), LARGEST_CODE, 1.f / LARGEST_CODE));
-    const uint32_t codes = encode(y[i], from_half(scale_bits), offset);
+    const Stored stored = REFIT ? fitted[i] : encode(y[i], range[i]);
     const uint32_t region_index = uint32_t(slots[i] / REGION_TOKENS);
     const int token = int(slots[i] % REGION_TOKENS);
     uint8_t* region = cache.base + region_index / cache.regions_per_block * cache.block_stride + cells.kv_head * cache.head_stride +
                       region_index % cache.regions_per_block * REGION_BYTES;
     if (cells.is_value) {
-      *reinterpret_cast<uint16_t*>(region + value_at(token, d)) = uint16_t(codes);
-      *reinterpret_cast<uint16_t*>(region + value_at(token, d + 4)) = uint16_t(codes >> 16);
+      *reinterpret_cast<uint16_t*>(region + value_at(token, d)) = uint16_t(stored.codes);
+      *reinterpret_cast<uint16_t*>(region + value_at(token, d + 4)) = uint16_t(stored.codes >> 16);
     } else {
-      *reinterpret_cast<uint32_t*>(region + key_at(token, d)) = codes;
+      *reinterpret_cast<uint32_t*>(region + key_at(token, d)) = stored.codes;
     }
     if (me.warp == 0 && me.t == 0) {
-      *reinterpret_cast<uint16_t*>(region + metadata_at(cells.is_value ? VALUE_SCALE : KEY_SCALE, token)) = scale_bits;
-      *reinterpret_cast<uint16_t*>(region + metadata_at(cells.is_value ? VALUE_OFFSET : KEY_OFFSET, token)) = offset_bits;
+      *reinterpret_cast<uint16_t*>(region + metadata_at(cells.is_value ? VALUE_SCALE : KEY_SCALE, token)) = stored.scale;
+      *reinterpret_cast<uint16_t*>(region + metadata_at(cells.is_value ? VALUE_OFFSET : KEY_OFFSET, token)) = stored.offset;
     }
   }
 }
@@ -265,7 +217,11 @@ norm_rotate_store(const uint16_t* qkv, int64_t token_stride, int tokens, const i
       if (first + step < slots) next = fetch(cells, first + step, affine.fragments);
       float y[HELD][PIECE];
       rotate_cells(y, now, !is_value, affine, eps);
-      store_cells(y, cells, first, now.slots, cache);
+      if (is_value ? REFIT_VALUES : REFIT_KEYS) {
+        store_cells<true>(y, cells, first, now.slots, cache);
+      } else {
+        store_cells<false>(y, cells, first, now.slots, cache);
+      }
       // Before shared memory is written again.
       __syncthreads();
     }

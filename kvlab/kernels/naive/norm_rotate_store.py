@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from kvlab import codec
 from kvlab.checks import FP16_MAX
+from kvlab.kernels.folding import ENCODERS, Folding
 from kvlab.kernels.layout import write_cells
-
-if TYPE_CHECKING:
-    from kvlab.kernels.folding import Folding
 
 
 def norm_rotate_store(
@@ -36,7 +31,7 @@ def norm_rotate_store(
     slot_mapping
         int64 ``[at most tokens]``; a negative slot is skipped.
     folding
-        The layer's matrices and biases.
+        The layer's matrices, biases and quantizers.
     num_heads, num_kv_heads, eps
         The layer's heads, and the number that its norms add to the mean square.
     dtype
@@ -49,7 +44,8 @@ def norm_rotate_store(
     """
     q, keys, values = rotate(qkv, folding, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=eps, dtype=dtype)
     if slots := len(slot_mapping):
-        write_cells(cache, slot_mapping, *(codec.encode(saturate(x[:slots])) for x in (keys, values)))
+        sides = (keys, folding.k_quantizer), (values, folding.v_quantizer)
+        write_cells(cache, slot_mapping, *(ENCODERS[quantizer](saturate(x[:slots])) for x, quantizer in sides))
     return q
 
 

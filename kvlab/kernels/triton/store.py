@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from kvlab.checks import FP16_MAX
+from kvlab.kernels.folding import REFIT, Folding
 from kvlab.kernels.layout import REGION_TOKENS
 from kvlab.kernels.triton.region import key_at, number_at, value_at
-
-if TYPE_CHECKING:
-    from kvlab.kernels.folding import Folding
+from kvlab.quantizers.selection import CLEARLY_LESS
 
 _TOKENS = 32
 """Tokens of one program: on an H200, 16 are hardly faster for a few tokens, and take twice as long for thousands."""
@@ -23,8 +20,12 @@ _DEPTH = 32
 
 _FP16_MAX = tl.constexpr(FP16_MAX)
 _REGION_TOKENS = tl.constexpr(REGION_TOKENS)
+_LARGEST_CODE = tl.constexpr(15.0)
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 """float32 numbers of this size are integers: adding and subtracting it rounds half to even."""
+
+_CLIP = tl.constexpr(REFIT.clips[1])
+_CLEARLY_LESS = tl.constexpr(CLEARLY_LESS)
 
 
 def norm_rotate_store(
@@ -42,6 +43,7 @@ def norm_rotate_store(
     """Launch the kernel on arguments that `kvlab.kernels.store.norm_rotate_store` has checked; shapes as there."""
     tokens, head_dim = len(qkv), folding.head_dim
     matrices = (folding.q_matrix, folding.k_matrix, folding.v_matrix)
+    refit_keys, refit_values = folding.refits
     _kernel[(triton.cdiv(tokens, _TOKENS), num_heads + 2 * num_kv_heads)](
         qkv,
         qkv.stride(0),
@@ -64,6 +66,8 @@ def norm_rotate_store(
         HEAD_DIM=head_dim,
         TOKENS=_TOKENS,
         DEPTH=_DEPTH,
+        REFIT_KEYS=refit_keys,
+        REFIT_VALUES=refit_values,
     )
 
 
@@ -95,6 +99,8 @@ def _kernel(
     HEAD_DIM: tl.constexpr,
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
+    REFIT_KEYS: tl.constexpr,
+    REFIT_VALUES: tl.constexpr,
 ):
     """One head of a few tokens; heads are the queries', then the keys', then the values'."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -114,7 +120,7 @@ def _kernel(
         slot = tl.load(slot_mapping + token, token < slots, other=-1)
         region, place = _region(cache, slot, kv_head, block_stride, head_stride, block_size, HEAD_DIM)
         at = key_at(place[:, None], 4 * tl.arange(0, HEAD_DIM // 4)[None, :])
-        _store(y, region, at, place, 0, slot >= 0, HEAD_DIM, TOKENS)
+        _store(y, region, at, place, 0, slot >= 0, HEAD_DIM, TOKENS, REFIT_KEYS)
     else:
         kv_head = head - NUM_HEADS - NUM_KV_HEADS
         if v_matrix is None:
@@ -127,7 +133,7 @@ def _kernel(
         slot = tl.load(slot_mapping + token, token < slots, other=-1)
         region, place = _region(cache, slot, kv_head, block_stride, head_stride, block_size, HEAD_DIM)
         at = value_at(place[:, None], 4 * tl.arange(0, HEAD_DIM // 4)[None, :], HEAD_DIM)
-        _store(y, region, at, place, 2, slot >= 0, HEAD_DIM, TOKENS)
+        _store(y, region, at, place, 2, slot >= 0, HEAD_DIM, TOKENS, REFIT_VALUES)
 
 
 @triton.jit
@@ -176,19 +182,85 @@ def _region(cache, slot, kv_head, block_stride, head_stride, block_size, HEAD_DI
 
 
 @triton.jit
-def _store(y, region, at, place, ROW: tl.constexpr, mask, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
-    """Encode as the codec does: codes of 4 dimensions to byte ``at``, scale and offset to two rows of metadata."""
-    # Adding 0 makes the zero positive.
-    offset = (tl.min(y, 1) + 0.0).to(tl.float16)
-    span = tl.maximum(tl.max(y, 1) - offset.to(tl.float32), 0.0)
-    scale = tl.div_rn(span, tl.full((TOKENS,), 15.0, tl.float32)).to(tl.float16)
-    divisor = tl.where(scale > 0, scale.to(tl.float32), float("inf"))
-    quotient = tl.div_rn(y - offset.to(tl.float32)[:, None], tl.broadcast_to(divisor[:, None], (TOKENS, HEAD_DIM)))
-    codes = (tl.minimum(tl.maximum(quotient, 0.0), 15.0) + _TO_INTEGER - _TO_INTEGER).to(tl.int32)
+def _store(
+    y, region, at, place, ROW: tl.constexpr, mask, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, REFIT: tl.constexpr
+):
+    """Encode vectors: codes of 4 dimensions to byte ``at``, scale and offset to two rows of metadata."""
+    if REFIT:
+        codes, scale, offset = _refit(y, HEAD_DIM, TOKENS)
+    else:
+        codes, scale, offset = _encode(y, tl.min(y, 1), tl.max(y, 1), HEAD_DIM, TOKENS)
     shifts = tl.arange(0, HEAD_DIM)[None, :] % 4 * 4
-    words = tl.sum(tl.reshape(codes << shifts, (TOKENS, HEAD_DIM // 4, 4)), 2)
+    words = tl.sum(tl.reshape(codes.to(tl.int32) << shifts, (TOKENS, HEAD_DIM // 4, 4)), 2)
     tl.store((region[:, None] + at).to(tl.pointer_type(tl.uint16)), words.to(tl.uint16), mask[:, None])
     number = number_at(place)
     row = (region + _REGION_TOKENS * HEAD_DIM + ROW * 2 * _REGION_TOKENS).to(tl.pointer_type(tl.float16))
     tl.store(row + number, scale, mask)
     tl.store(row + _REGION_TOKENS + number, offset, mask)
+
+
+@triton.jit
+def _encode(y, low, high, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
+    """Encode vectors that lie between ``low`` and ``high`` as the codec does: codes, scale and offset."""
+    # Adding 0 makes the zero positive.
+    offset = (low + 0.0).to(tl.float16)
+    span = tl.maximum(high - offset.to(tl.float32), 0.0)
+    scale = tl.div_rn(span, tl.full((TOKENS,), _LARGEST_CODE, tl.float32)).to(tl.float16)
+    return _nearest(y, scale, offset, HEAD_DIM, TOKENS), scale, offset
+
+
+@triton.jit
+def _nearest(y, scale, offset, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
+    """Find the nearest codes, integers in float32."""
+    divisor = tl.where(scale > 0, scale.to(tl.float32), float("inf"))
+    quotient = tl.div_rn(y - offset.to(tl.float32)[:, None], tl.broadcast_to(divisor[:, None], (TOKENS, HEAD_DIM)))
+    return tl.minimum(tl.maximum(quotient, 0.0), _LARGEST_CODE) + _TO_INTEGER - _TO_INTEGER
+
+
+@triton.jit
+def _squared_error(y, codes, scale, offset):
+    """Sum what the stored vectors err, squared."""
+    error = codes * scale.to(tl.float32)[:, None] + offset.to(tl.float32)[:, None] - y
+    return tl.sum(error * error, 1)
+
+
+@triton.jit
+def _refit(y, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
+    """Encode as `kvlab.quantizers.RefitInteger` does: the best of four ranges, then a regression on its codes."""
+    lowest, highest = tl.min(y, 1), tl.max(y, 1)
+    cut = (highest - lowest) * _CLIP
+    codes, scale, offset = _encode(y, lowest, highest, HEAD_DIM, TOKENS)
+    least = _squared_error(y, codes, scale, offset)
+    for candidate in tl.static_range(1, 4):
+        low = lowest + cut if candidate // 2 else lowest
+        high = highest - cut if candidate % 2 else highest
+        within = tl.minimum(tl.maximum(y, low[:, None]), high[:, None])
+        new_codes, new_scale, new_offset = _encode(within, low, high, HEAD_DIM, TOKENS)
+        codes, scale, offset, least = _better(y, codes, scale, offset, least, new_codes, new_scale, new_offset)
+    old_offset = offset.to(tl.float32)
+    above = y - old_offset[:, None]
+    sum_codes, sum_above = tl.sum(codes, 1), tl.sum(above, 1)
+    squares, products = tl.sum(codes * codes, 1), tl.sum(codes * above, 1)
+    # Of integers, and exact; where it is 0 so is what it divides, or should be.
+    spread = squares * HEAD_DIM - sum_codes * sum_codes
+    slope = (products * HEAD_DIM - sum_codes * sum_above) / tl.where(spread > 0, spread, float("inf"))
+    new_offset = (old_offset + (sum_above - slope * sum_codes) / HEAD_DIM).to(tl.float16)
+    # The best scale for the offset as fp16 holds it.
+    products -= (new_offset.to(tl.float32) - old_offset) * sum_codes
+    new_scale = tl.maximum(products / tl.where(squares > 0, squares, float("inf")), 0.0).to(tl.float16)
+    new_codes = _nearest(y, new_scale, new_offset, HEAD_DIM, TOKENS)
+    codes, scale, offset, least = _better(y, codes, scale, offset, least, new_codes, new_scale, new_offset)
+    return codes, scale, offset
+
+
+@triton.jit
+def _better(y, codes, scale, offset, least, new_codes, new_scale, new_offset):
+    """Choose the new ones where they err clearly less, and say how much the chosen err; not finite is not less."""
+    error = _squared_error(y, new_codes, new_scale, new_offset)
+    less = error < least * _CLEARLY_LESS
+    return (
+        tl.where(less[:, None], new_codes, codes),
+        tl.where(less, new_scale, scale),
+        tl.where(less, new_offset, offset),
+        tl.where(less, error, least),
+    )

@@ -3,12 +3,16 @@ import torch
 from store_cases import Case, cases, check_near_twin, check_special_values, run
 
 from kvlab.kernels import nvrtc
+from kvlab.kernels.folding import ENCODERS
 from kvlab.kernels.store import norm_rotate_store
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+REFITTED = pytest.mark.parametrize("refit", [False, True], ids=["codec", "refit"])
 
 
 @pytest.fixture(params=["cuda", "triton"])
@@ -29,18 +33,26 @@ def backend(request):
     Case(130, 16, 1, block_size=96, v_matrix=True, bias=False),
     # Enough for one warp to do all quarters.
     Case(3001, 48, 4, block_size=64, slots=2990),
+    Case(1, 12, 1, refit_keys=True, refit_values=True),
+    # Eight, sixteen and twenty-four vectors of a block's last thirty-two.
+    Case(39, 24, 2, refit_keys=True, refit_values=True),
+    Case(46, 24, 2, slots=45, v_matrix=True, refit_keys=True),
+    Case(56, 24, 2, bias=False, refit_values=True),
+    Case(3001, 48, 4, block_size=64, slots=2990, v_matrix=True, refit_keys=True, refit_values=True),
 )
 def test_agrees_with_twin(backend, case):
     # Beside its rounding to bfloat16 a query has an error from the fp16 matrix, an eighth as large: 1.01 of one alone.
     check_near_twin(case, run(case, backend, device="cuda"), device="cuda", q_ratio=1.02)
 
 
-def test_special_values_keep_to_their_own_bytes(backend):
-    check_special_values(backend, "cuda", head_dim=128)
+@pytest.mark.parametrize("quantizer", ENCODERS, ids=repr)
+def test_special_values_keep_to_their_own_bytes(backend, quantizer):
+    check_special_values(backend, "cuda", head_dim=128, quantizer=quantizer)
 
 
-def test_nan_in_one_token_leaves_the_others_alone(backend):
-    case = Case(40, 24, 2, v_matrix=True, bias=False)
+@REFITTED
+def test_nan_in_one_token_leaves_the_others_alone(backend, refit):
+    case = Case(40, 24, 2, v_matrix=True, bias=False, refit_keys=refit, refit_values=refit)
     clean = case.qkv("cuda")
     dirty = clean.clone()
     dirty[17] = torch.nan
@@ -51,8 +63,9 @@ def test_nan_in_one_token_leaves_the_others_alone(backend):
     assert not ours.keys[17].any()
 
 
-def test_replays_in_a_graph_with_other_slots(backend):
-    case = Case(20, 12, 1)
+@REFITTED
+def test_replays_in_a_graph_with_other_slots(backend, refit):
+    case = Case(20, 12, 1, refit_keys=refit, refit_values=refit)
     qkv, folding, slots = case.qkv("cuda"), case.folding("cuda"), case.slot_mapping("cuda")
     memory, cache = case.cache("cuda")
 

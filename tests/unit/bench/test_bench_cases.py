@@ -3,6 +3,7 @@ import torch
 
 from kvlab.bench import cases, ours
 from kvlab.bench.cases import KIB, DecodeCase, StoreCase
+from kvlab.kernels.folding import ENCODERS
 from kvlab.kernels.layout import read_cells, region_view
 
 pytestmark = pytest.mark.unit
@@ -94,12 +95,13 @@ def test_our_decode_notices_a_wrong_kernel(few_sets, monkeypatch):
     assert ours.decode(SMALL, CPU).error() > 0.009
 
 
-def test_our_store_runs_and_is_compared(few_sets, monkeypatch):
+@pytest.mark.parametrize("quantizer", ENCODERS, ids=repr)
+def test_our_store_runs_and_is_compared(few_sets, monkeypatch, quantizer):
     from kvlab.kernels import store
 
     plain = store.norm_rotate_store
     monkeypatch.setattr(store, "norm_rotate_store", lambda *args, **kwargs: plain(*args, **kwargs, backend="naive"))
-    entry = ours.store(StoreCase(6, 2, 5), CPU)
+    entry = ours.store(StoreCase(6, 2, 5), CPU, quantizer)
     assert entry.calls[0]().shape == (5, 6, 128)
     # bfloat16 queries round by at most 2^-9; float32 codes may differ from float64 ones by a step of 1/15 of a range of
     # about 5 deviations in one of a hundred components: sqrt(0.01)·(5/15) deviations.
@@ -107,7 +109,7 @@ def test_our_store_runs_and_is_compared(few_sets, monkeypatch):
     monkeypatch.setattr(
         store, "norm_rotate_store", lambda *args, **kwargs: plain(*args, **kwargs, backend="naive") * 1.05
     )
-    assert ours.store(StoreCase(6, 2, 5), CPU).error() > 0.045
+    assert ours.store(StoreCase(6, 2, 5), CPU, quantizer).error() > 0.045
 
 
 def test_a_store_that_writes_nothing_is_noticed(few_sets, monkeypatch):

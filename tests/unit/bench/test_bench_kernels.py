@@ -177,12 +177,13 @@ def test_the_command_prints_one_document_and_writes_the_file(capsys, monkeypatch
 def test_all_of_it_runs_on_stand_ins(clock, monkeypatch, flag):
     monkeypatch.setattr(kernels, "CudaClock", lambda: clock)
     monkeypatch.setattr(kernels.ours, "decode", entrant(2.0))
-    monkeypatch.setattr(kernels.ours, "store", lambda case, device: Entry([lambda: 3.0], case.moved_bytes(136)))
+    monkeypatch.setattr(kernels.ours, "store", lambda case, device, **_: Entry([lambda: 3.0], case.moved_bytes(136)))
     monkeypatch.setattr(kernels.ours, "prefill", lambda case, device, flash: Entry([lambda: flash], None))
     others = {"fp8": entrant(4.0)}, {}, {"fp8": lambda case, device: Entry([lambda: 45.0], None)}
     table, notes = kernels.bench_kernels(*others, flash=35.0, quick=bool(flag), progress=False, command="made up")
     assert notes == []
     assert set(table["kernel"]) == {"copy", "decode", "store", "prefill", "decode, sustained"}
+    assert set(table[table["kernel"] == "store"]["scheme"]) == {"hadamard-int4", "hadamard-int4-refit"}
     stock = table[(table["scheme"] == "fp8") & (table["kernel"] != "decode, sustained")]
     assert (stock["speedup_over_fp8"] == 1).all()
     prefill = table[(table["kernel"] == "prefill") & (table["scheme"] == kernels.OURS)]

@@ -3,15 +3,15 @@ import math
 
 import pytest
 import torch
-from store_cases import EPS, Case, cases, check_near_twin, check_special_values, run
+from store_cases import EPS, Case, all_cells, cases, check_encoded, check_near_twin, check_special_values, run
 
 from kvlab import codec
 from kvlab.kernels import nvrtc
-from kvlab.kernels.folding import Folding
-from kvlab.kernels.layout import read_cells
+from kvlab.kernels.folding import CODEC, ENCODERS, REFIT, Folding
 from kvlab.kernels.naive.norm_rotate_store import norm_rotate_store as naive_store
 from kvlab.kernels.naive.norm_rotate_store import rotate
 from kvlab.kernels.store import norm_rotate_store
+from kvlab.quantizers import RefitInteger
 
 pytestmark = pytest.mark.unit
 
@@ -45,12 +45,15 @@ def test_twin_is_the_formula():
             )
 
 
-def test_twin_stores_what_the_codec_encodes():
-    case = Case(tokens=40, num_heads=2, num_kv_heads=2, bias=False)
+@pytest.mark.parametrize(("refit_keys", "refit_values"), [(False, False), (True, False), (False, True)])
+def test_twin_stores_what_the_quantizers_encode(refit_keys, refit_values):
+    case = Case(40, 2, 2, bias=False, refit_keys=refit_keys, refit_values=refit_values)
     cache = case.cache()[1]
-    naive_store(case.qkv(), cache, torch.arange(40), case.folding(), **case.heads)
-    values = read_cells(cache, torch.tensor([0, 1]), 40)[1]
-    assert torch.equal(values, codec.encode(case.qkv().unflatten(1, (6, 128))[:, 4:].transpose(0, 1)))
+    naive_store(case.qkv(), cache, torch.arange(40), case.folding(), **case.heads, eps=EPS)
+    numbers = rotate(case.qkv(), case.folding(), **case.heads, eps=EPS)[1:]
+    for cells, x, refit in zip(all_cells(cache), numbers, (refit_keys, refit_values), strict=True):
+        encode = RefitInteger().encode if refit else codec.encode
+        assert torch.equal(cells[:, :40], encode(x.transpose(0, 1)))
 
 
 def test_a_rotation_of_queries_and_keys_keeps_scores():
@@ -74,6 +77,9 @@ SHAPES = cases(
     Case(16, 12, 1, v_matrix=True, bias=False),
     Case(17, 4, 1, head_dim=256, block_size=64, v_matrix=True),
     Case(5, 2, 1, block_size=64, slots=0, per_head=False),
+    Case(33, 2, 2, refit_keys=True, refit_values=True),
+    Case(33, 2, 2, head_dim=64, v_matrix=True, refit_keys=True),
+    Case(17, 2, 1, head_dim=256, refit_values=True),
 )
 
 
@@ -96,18 +102,31 @@ def test_naive_backend_rounds_the_twin_once(case):
 
 # Squares of numbers near bfloat16's largest overflow, and infinity times zero is NaN, as they should.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+@pytest.mark.parametrize("quantizer", ENCODERS, ids=repr)
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "naive"])
-def test_special_values_keep_to_their_own_bytes(backend):
-    check_special_values(backend, DEVICE, head_dim=64)
+def test_special_values_keep_to_their_own_bytes(backend, quantizer):
+    check_special_values(backend, DEVICE, head_dim=64, quantizer=quantizer)
+
+
+@pytest.mark.parametrize("quantizer", ENCODERS, ids=repr)
+def test_cells_of_another_encoder_are_noticed(quantizer):
+    x = torch.randn(200, 128, generator=torch.Generator().manual_seed(0))
+    ours, other = (encode(x) for encode in (ENCODERS[quantizer], ENCODERS[REFIT if quantizer == CODEC else CODEC]))
+    check_encoded(ours, x, quantizer)
+    with pytest.raises(AssertionError):
+        check_encoded(other, x, quantizer)
 
 
 # The CUDA kernel as far as no GPU is needed.
 
 
-@pytest.mark.parametrize(("num_kv_heads", "group"), [(2, 12), (4, 12), (1, 1), (8, 4)], ids=str)
-def test_cuda_kernel_compiles(num_kv_heads, group, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("num_kv_heads", "group", "refits"), [(2, 12, (0, 0)), (4, 12, (1, 1)), (1, 1, (1, 0)), (8, 4, (0, 1))], ids=str
+)
+def test_cuda_kernel_compiles(num_kv_heads, group, refits, monkeypatch, tmp_path):
     monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
-    defines = {"HEAD_DIM": 128, "NUM_KV_HEADS": num_kv_heads, "GROUP": group}
+    sides = dict(zip(("REFIT_KEYS", "REFIT_VALUES"), refits, strict=True))
+    defines = {"HEAD_DIM": 128, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, **sides}
     try:
         cubin = nvrtc.compile_source("norm_rotate_store.cu", defines)
     except ImportError as error:
@@ -155,6 +174,12 @@ EYE = torch.eye(64)[None]
         ),
         ({"v_matrix": EYE * torch.nan}, ValueError, "v_matrix has a non-finite component"),
         ({"k_bias": torch.zeros(1, 32)}, ValueError, "k_bias has head_dim 32"),
+        ({"k_quantizer": "refit"}, TypeError, "k_quantizer is a str; accepted: a kvlab quantizer"),
+        (
+            {"v_quantizer": RefitInteger(rounds=2)},
+            ValueError,
+            r"v_quantizer is RefitInteger\(.*rounds=2\); accepted: Asym.* or RefitInteger\(.*rounds=1\)",
+        ),
         ({"v_bias": torch.zeros(1, 64, device="meta")}, ValueError, "v_bias is a torch.strided tensor on meta"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

@@ -1,11 +1,14 @@
 """What the server folds into its kernels is the scheme that the library measures."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import kvlab
 from kvlab.calibrate import calibrated_scheme
 from kvlab.kernels.naive.norm_rotate_store import normalise, rotate
+from kvlab.serving import schemes
 from kvlab.serving.options import Options
 from kvlab.serving.schemes import layer_folding, served_scheme, value_map
 
@@ -28,6 +31,22 @@ def test_seed_and_default_are_the_librarys():
     expected = x @ kvlab.randomized_hadamard(HEAD_DIM, 7, layer=4).T
     torch.testing.assert_close(seeded.keys.transform.forward(x, 4), expected, rtol=0, atol=1e-5)
     assert served_scheme(Options("int4")) is kvlab.get_scheme("int4")
+
+
+@pytest.mark.parametrize("name", ["hadamard-int4", "hadamard-int4-refit", "hadamard-int4-refit-kv", "int4"])
+def test_quantizers_are_the_schemes(gains, name):
+    scheme = served_scheme(Options(name))
+    folding = layer_folding(scheme, LAYER, *gains, [0, 1])
+    assert (folding.k_quantizer, folding.v_quantizer) == (scheme.keys.quantizer, scheme.values.quantizer)
+
+
+def test_a_calibration_of_what_no_kernel_writes_is_refused(monkeypatch, tmp_path):
+    file = tmp_path / "calibration.safetensors"
+    file.touch()
+    made = SimpleNamespace(scheme=lambda: calibrated_scheme("hadamard-int3", 5))
+    monkeypatch.setattr(schemes.Calibration, "load", lambda path: made)
+    with pytest.raises(ValueError, match=r"calibration.safetensors: the quantizer of keys is .*bits=3.*; accepted: "):
+        served_scheme(Options("calibrated", calibration=str(file)))
 
 
 @pytest.mark.parametrize("name", ["hadamard-int4", "int4", "calibrated"])

@@ -12,7 +12,8 @@ def test_a_server_that_does_not_ask(config):
 
 def test_what_is_asked_for(tmp_path):
     assert Options.read({"kolibri1": {"kv_cache": "hadamard-int4"}}) == Options("hadamard-int4")
-    assert Options.read({"kolibri1": {"kv_cache": "hadamard-int4", "rotation_seed": 7}}).rotation_seed == 7
+    for name in ("hadamard-int4", "hadamard-int4-refit", "hadamard-int4-refit-kv"):
+        assert Options.read({"kolibri1": {"kv_cache": name, "rotation_seed": 7}}) == Options(name, rotation_seed=7)
     file = tmp_path / "calibration.safetensors"
     file.touch()
     options = Options.read({"kolibri1": {"kv_cache": "calibrated", "calibration": str(file)}})
@@ -23,8 +24,11 @@ def test_what_is_asked_for(tmp_path):
     ("section", "message"),
     [
         ("hadamard-int4", "additional_config.kolibri1 is 'hadamard-int4'; accepted: an object"),
-        ({}, "kolibri1.kv_cache is missing; accepted: hadamard-int4, int4, calibrated"),
-        ({"kv_cache": "int3"}, "kolibri1.kv_cache is 'int3'; accepted: hadamard-int4, int4, calibrated"),
+        ({}, "kolibri1.kv_cache is missing; accepted: hadamard-int4, hadamard-int4-refit, .*-kv, int4, calibrated"),
+        (
+            {"kv_cache": "int3"},
+            "kolibri1.kv_cache is 'int3'; accepted: hadamard-int4, hadamard-int4-refit, .*-kv, int4, calibrated",
+        ),
         ({"kv_cache": True}, "kolibri1.kv_cache is True"),
         ({"kv-cache": "int4"}, "kolibri1 has the option 'kv-cache'; accepted: kv_cache, rotation_seed, calibration"),
         ({"kv_cache": "hadamard-int4", "rotation_seed": -1}, "kolibri1.rotation_seed is -1"),
