@@ -98,3 +98,49 @@ def score(
         run, prepared, out, tasks=task, lengths=length, prompts=prompts, text_length=text_length, device=device
     ):
         typer.echo(path)
+
+
+@testbed_app.command("held-out")
+def held_out(
+    prepared: PreparedOption,
+    out: Annotated[Path, typer.Option(help="Folder for en.txt and de.txt.")],
+) -> None:
+    """Write the held-out text of each language as a file, for `kvlab capture --text`."""
+    from kvlab.testbed.held_out import write_texts
+    from kvlab.testbed.prepared import read_prepared
+
+    for path in write_texts(read_prepared(prepared), out):
+        typer.echo(path)
+
+
+@testbed_app.command()
+def loss(
+    prepared: PreparedOption,
+    out: Annotated[Path, typer.Option(help="Folder for testbed_loss.csv, a row per stretch and scheme.")],
+    scheme: Annotated[list[str], typer.Option(help="A name of `kvlab schemes`; may be repeated.")],
+    calibration: Annotated[list[Path] | None, typer.Option(help="A calibration file; may be repeated.")] = None,
+    texts: Annotated[int, typer.Option(min=1, help="Stretches of each language.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a stretch.")] = 4096,
+    device: DeviceOption = None,
+) -> None:
+    """Measure the testbed's loss on held-out text under stored caches, to be paired by stretch."""
+    from kvlab.calibrate import Calibration
+    from kvlab.capture_job import choose_device
+    from kvlab.paths import check_out, written_whole
+    from kvlab.provenance import machine, today, versions
+    from kvlab.schemes import get_schemes
+    from kvlab.testbed.held_out import held_out_losses
+    from kvlab.testbed.loading import load_testbed
+    from kvlab.testbed.prepared import read_prepared
+
+    check_out(out)
+    found = [Calibration.load(path).scheme(path.stem) for path in calibration or []]
+    schemes = get_schemes([*scheme, *found])
+    opened, (model, _) = read_prepared(prepared), load_testbed()
+    model.to(choose_device(device))
+    table = held_out_losses(model, opened, schemes, texts=texts, length=length, progress=True)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "testbed_loss.csv"
+    with written_whole(path) as scratch:
+        table.assign(date=today(), machine=machine(), versions=versions()).to_csv(scratch, index=False)
+    typer.echo(path)
