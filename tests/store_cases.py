@@ -6,14 +6,17 @@ import pytest
 import torch
 
 from kvlab import codec
-from kvlab.kernels.folding import CODEC, ENCODERS, REFIT, Folding
+from kvlab.kernels.folding import CODEC, REFIT, Folding, encoder
 from kvlab.kernels.layout import read_cells, write_cells
 from kvlab.kernels.naive.norm_rotate_store import normalise, rotate
 from kvlab.kernels.store import norm_rotate_store
+from kvlab.quantizers import UnequalInteger
 from kvlab.quantizers.base import Quantizer
 
 EPS = 1e-3
 """Not the default, and beside the mean square of vectors of size 0.01 to 100 from large to nothing."""
+QUANTIZERS = (CODEC, REFIT, UnequalInteger(16))
+"""Those that the kernels write keys by."""
 PADDING = 48
 """Bytes between the blocks of a cache, a multiple of 16."""
 
@@ -33,13 +36,15 @@ class Case:
     bias: bool = True
     refit_keys: bool = False
     refit_values: bool = False
+    fine: int = 0
 
     @property
     def id(self) -> str:
         shape = f"T={self.tokens}-H={self.num_heads}/{self.num_kv_heads}-D={self.head_dim}-B={self.block_size}"
         slots = "" if self.slots is None else f"-slots={self.slots}"
         words = ("per_head", "v_matrix", "bias", "refit_keys", "refit_values")
-        return shape + slots + "".join(f"-{name.replace('_', '-')}" for name in words if getattr(self, name))
+        words = "".join(f"-{name.replace('_', '-')}" for name in words if getattr(self, name))
+        return shape + slots + words + (f"-fine={self.fine}" if self.fine else "")
 
     @property
     def heads(self) -> dict[str, int]:
@@ -57,7 +62,11 @@ class Case:
 
         biases = [random(self.num_kv_heads, self.head_dim) if self.bias else None for _ in range(2)]
         quantizers = [REFIT if refit else CODEC for refit in (self.refit_keys, self.refit_values)]
-        return Folding(3 * matrix(), matrix(), matrix() if self.v_matrix else None, *biases, *quantizers)
+        q_matrix, k_matrix = 3 * matrix(), matrix()
+        if self.fine:
+            quantizers[0] = UnequalInteger(self.fine)
+            k_matrix, biases[0] = placed(quantizers[0], k_matrix, biases[0])
+        return Folding(q_matrix, k_matrix, matrix() if self.v_matrix else None, *biases, *quantizers)
 
     def qkv(self, device: str = "cpu") -> torch.Tensor:
         """Vectors of sizes from 0.01 to 100, rows farther apart than they are long."""
@@ -86,6 +95,14 @@ class Case:
     @property
     def _blocks(self) -> int:
         return -(-self.tokens // self.block_size) + 2
+
+
+def placed(
+    quantizer: Quantizer, k_matrix: torch.Tensor, k_bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Put the rows that a key's fine channels need in both of their places."""
+    placement = quantizer.placement(k_matrix.shape[-1]).to(k_matrix.device)
+    return placement @ k_matrix, None if k_bias is None else k_bias @ placement.mT
 
 
 def cases(*items: Case) -> pytest.MarkDecorator:
@@ -132,17 +149,19 @@ def all_cells(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def check_encoded(cells: torch.Tensor, x: torch.Tensor, quantizer: Quantizer) -> None:
     """Hold cells to what a quantizer encodes of the float32 vectors that they were made of.
 
-    The codec's bytes are the same. Those of `REFIT` follow from sums of d numbers, whose last bits depend on the order:
-    about log2(d) 2^-24 of them. Scale and offset, rounded to fp16, whose steps are 2^-10, then come out next to the
-    reference's for one of a thousand vectors or fewer, and a choice between two candidates for fewer still. As fp16
-    holds the offset of a centred vector, 7.5 scales s, and the scale, which counts 15 times, a step of both moves no
-    number by more than 22.5 · 2^-10 s; both grids lie that near to the best, where the squared error is flat, so that
-    it differs by the square of that, beside s²/12 of the rounding itself: 0.6%. 1% has room for the codes that flip.
+    The codec's bytes are the same, and those of unequal bits. Those of `REFIT` follow from sums of d numbers, whose
+    last bits depend on the order: about log2(d) 2^-24 of them. Scale and offset, rounded to fp16, whose steps are
+    2^-10, then come out next to the reference's for one of a thousand vectors or fewer, and a choice between two
+    candidates for fewer still. As fp16 holds the offset of a centred vector, 7.5 scales s, and the scale, which counts
+    15 times, a step of both moves no number by more than 22.5 · 2^-10 s; both grids lie that near to the best, where
+    the squared error is flat, so that it differs by the square of that, beside s²/12 of the rounding itself: 0.6%. 1%
+    has room for the codes that flip.
     """
-    expected = ENCODERS[quantizer](x)
+    expected = encoder(quantizer)(x)
     other = (cells != expected).any(-1)
-    if quantizer == CODEC:
+    if quantizer != REFIT:
         assert not other.any()
+        return
     assert other.sum() <= 1 + other.numel() / 100
     error, reference, plain = (squared_error(stored, x) for stored in (cells, expected, codec.encode(x)))
     assert (error <= 1.01 * reference).all()
@@ -198,20 +217,26 @@ def check_special_values(backend: str, device: str, *, head_dim: int, quantizer:
     """Store special vectors as values, unrotated, and as keys; all must come back finite and leave the others alone."""
     x = special_values(head_dim).to(device)
     eye, slots = torch.eye(head_dim, device=device)[None], torch.randperm(32, device=device)[: len(x)]
+    unequal = isinstance(quantizer, UnequalInteger)
+    k_matrix, v_quantizer = (placed(quantizer, eye)[0], CODEC) if unequal else (eye, quantizer)
     cache = torch.randint(0, 256, (1, 1, 32, head_dim + 8), dtype=torch.uint8, device=device)
     qkv = torch.cat([x, x, x], dim=1)
-    folding = Folding(eye, eye, k_quantizer=quantizer, v_quantizer=quantizer)
+    folding = Folding(eye, k_matrix, k_quantizer=quantizer, v_quantizer=v_quantizer)
     norm_rotate_store(qkv, cache, slots, folding, num_heads=1, num_kv_heads=1, eps=EPS, backend=backend)
     keys, values = (cells[0, slots] for cells in all_cells(cache))
     finite = x.isfinite().all(-1)
-    check_encoded(values[finite], x[finite].float().clamp(-65504, 65504), quantizer)
+    check_encoded(values[finite], x[finite].float().clamp(-65504, 65504), v_quantizer)
     assert codes(x[1].float())[:6].tolist() == [0, 0, 1, 2, 2, 2]
     assert codec.decode(keys).isfinite().all()
     assert codec.decode(values).isfinite().all()
     ordinary = [0, 2, 7, 9, 13, 15]
     normal = normalise(x[ordinary].double(), EPS)
+    keys = codec.decode(keys[ordinary]).double()
+    if unequal:
+        stored = torch.arange(head_dim, device=device) < head_dim - quantizer.fine
+        keys, normal = keys @ quantizer.expansion(head_dim).to(keys).mT * stored, normal * stored
     # Half a step, and what fp16 takes from the offset and from 15 scales, both below 8.
     bound = (normal.amax(-1) - normal.amin(-1)) / 30 + 2 * 8 * 2**-11
-    assert (squared_error(keys[ordinary], normal) <= head_dim * bound**2).all()
-    if quantizer == CODEC:
-        assert ((codec.decode(keys[ordinary]) - normal).abs() <= bound[:, None]).all()
+    assert ((keys - normal).square().sum(-1) <= head_dim * bound**2).all()
+    if quantizer != REFIT:
+        assert ((keys - normal).abs() <= bound[:, None]).all()

@@ -15,6 +15,7 @@ from kvlab.calibrate.means import key_means
 from kvlab.calibrate.objective import KeyObjective, query_covariance, weighted_key_error
 from kvlab.calibrate.sample import KeySample, attention_sample, mixed_sample, uniform_sample
 from kvlab.calibrate.seeds import ranking_agreement, search_seeds
+from kvlab.calibrate.unequal import unequal
 from kvlab.calibrate.values import fit_value_transforms, fit_values
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "rate_distortion_error",
     "scaled_query_basis",
     "search_seeds",
+    "unequal",
     "uniform_sample",
     "weighted_key_error",
 ]

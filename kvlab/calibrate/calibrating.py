@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import pandas as pd
 import torch
@@ -14,11 +14,13 @@ from tqdm import tqdm
 import kvlab
 from kvlab.calibrate.closed_forms import FINDERS
 from kvlab.calibrate.compose import calibrated_scheme, rotation_of
+from kvlab.calibrate.file import FINE as FINE_CHANNELS
 from kvlab.calibrate.file import FORMAT, Calibration
 from kvlab.calibrate.fit import fit_layer, rotation_matrix
 from kvlab.calibrate.layers import every_second_query, full_layers, on_device
 from kvlab.calibrate.means import layer_means
 from kvlab.calibrate.seeds import Means, check_seeds, search_layers
+from kvlab.calibrate.unequal import FINE_COUNTS, unequal
 from kvlab.calibrate.values import fit_values
 from kvlab.checks import check_choice
 from kvlab.measure.attention import Stored, layer_errors
@@ -29,6 +31,9 @@ from kvlab.transforms import RandomizedHadamard
 from kvlab.transforms.parameters import check_integer
 
 OBJECTIVE = "relative score error of the stored keys: √(tr(C S_e) / tr(C S_k)), mean over captures and KV heads"
+UNEQUAL = unequal.__name__
+FINDER_NAMES = (UNEQUAL, *FINDERS)
+"""What `calibrate` takes: a map for unequal bits, or for equal ones where that is better, and maps for equal bits."""
 DIGITS = 6
 """Significant digits of what the manifest keeps: sums differ beyond them between machines."""
 
@@ -82,7 +87,8 @@ def calibrate(
     finder
         How to find a matrix per KV head that takes the place of the rotation, by its name in
         `kvlab.calibrate.closed_forms.FINDERS`; None only rotates. It is taken in the layers where it lowers the error
-        of what was held out.
+        of what was held out. "unequal" tries "balanced" and, with unequal bits, `kvlab.calibrate.unequal` of every
+        number of fine channels in ``FINE_COUNTS``; the number with the least mean error over layers is every layer's.
     values
         Whether to find a mean and a matrix of the values too (`fit_values`), taken by the same rule.
     device
@@ -104,7 +110,7 @@ def calibrate(
     """
     captures, holdout = _listed(captures), _listed(holdout)
     if finder is not None:
-        check_choice(finder, "finder", FINDERS)
+        check_choice(finder, "finder", FINDER_NAMES)
     _check_manifests(captures, holdout)
     finalists, seeds, scheme = check_integer(finalists, "finalists", minimum=1), check_seeds(seeds), get_scheme(scheme)
     searched, judged = full_layers(captures), full_layers(holdout or captures)
@@ -114,16 +120,15 @@ def calibrate(
     means = layer_means(searched, scheme) if centre else None
     search = search_layers(searched, scheme, seeds, means, tokens, device, progress=progress)
     best = search.sort_values(["objective", "seed"]).groupby("layer")["seed"].apply(lambda own: own.iloc[:finalists])
-    layers, maps, value_means, value_maps = {}, {}, {}, {}
+    layers, found, value_means, value_maps = {}, {}, {}, {}
     for index, own in tqdm(judged.items(), desc="finalists", unit="layer", disable=not progress):
         before, errors = _judge(own, scheme, best[index].tolist(), means, device)
         layers[index] = _entry(search[search["layer"] == index], before, errors)
         if finder is not None:
-            mean, maps[index] = _map(searched[index], own, scheme, finder, layers[index], index, means, device)
-            if means is not None:
-                means[index] = mean
+            found[index] = _maps(searched[index], own, scheme, finder, layers[index], index, means, device)
         if values:
             value_means[index], value_maps[index] = _values(searched[index], own, scheme, layers[index], index, device)
+    fine, maps = _choose(found, layers, means)
     first = next(iter(judged.values()))[0]
     manifest = {
         "format": FORMAT,
@@ -139,6 +144,7 @@ def calibrate(
             *(["key_means"] if centre else []),
             *(["key_maps"] if maps else []),
             *(["value_means", "value_maps"] if values else []),
+            *([FINE_CHANNELS] if fine else []),
         ],
         "captures": [_identity(capture.manifest) for capture in captures],
         "holdout": [_identity(capture.manifest) for capture in holdout],
@@ -147,7 +153,7 @@ def calibrate(
         "layers": {str(index): entry for index, entry in layers.items()},
     }
     winners = {index: _winner(entry) for index, entry in layers.items()}
-    return Calibration(winners, means, manifest, maps or None, value_means or None, value_maps or None)
+    return Calibration(winners, means, manifest, maps or None, value_means or None, value_maps or None, fine)
 
 
 def _judge(
@@ -167,7 +173,15 @@ def _mean_errors(
     return {name: sum(one[name, stored] for one in errors) / len(errors) for name, _ in errors[0]}
 
 
-def _map(
+class _Map(NamedTuple):
+    """A layer's mean and matrix, and its error on what is held out."""
+
+    mean: torch.Tensor | None
+    matrix: torch.Tensor
+    error: float
+
+
+def _maps(
     searched: list[LayerCapture],
     judged: list[LayerCapture],
     scheme: Scheme,
@@ -176,21 +190,46 @@ def _map(
     index: int,
     means: Means | None,
     device: torch.device | str | None,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Find a layer's map on what is searched; return it with its mean, or the best rotation with its own.
+) -> dict[int, _Map]:
+    """Find a layer's maps on what is searched, by the number of fine channels.
 
-    Enters the map's error on what is held out, and what that leaves as the layer's.
+    With none, the map is the best rotation where that is better; enters the map's own error.
     """
     hadamard = RandomizedHadamard(_winner(entry), rotation_of(scheme).block_size)
-    rotation = rotation_matrix(hadamard, index, judged[0].k.shape[-1])
-    mean, matrix = fit_layer(searched, FINDERS[finder], scheme, rotation, centre=means is not None)
-    own = calibrated_scheme(scheme, 0, None if mean is None else {index: mean}, {index: matrix}, name=finder)
-    entry["error_map"] = _rounded(_mean_errors(judged, [own], "K", device)[finder])
-    if entry["error_map"] < entry["error_after"]:
-        entry["error_after"] = entry["error_map"]
-        return mean, matrix
-    heads = judged[0].k.shape[1]
-    return None if means is None else means[index], rotation.expand(heads, -1, -1)
+    head_dim = judged[0].k.shape[-1]
+    rotation = rotation_matrix(hadamard, index, head_dim)
+    tried = {0: FINDERS["balanced" if finder == UNEQUAL else finder]}
+    if finder == UNEQUAL:
+        tried |= {fine: unequal(fine) for fine in FINE_COUNTS if 2 * fine < head_dim}
+    found = {}
+    for fine, find in tried.items():
+        mean, matrix = fit_layer(searched, find, scheme, rotation, centre=means is not None)
+        own_means = None if mean is None else {index: mean}
+        own = calibrated_scheme(scheme, 0, own_means, {index: matrix}, fine=fine, name="map")
+        found[fine] = _Map(mean, matrix, _rounded(_mean_errors(judged, [own], "K", device)["map"]))
+    entry["error_map"] = found[0].error
+    if entry["error_map"] >= entry["error_after"]:
+        matrix = rotation.expand(judged[0].k.shape[1], -1, -1)
+        found[0] = _Map(None if means is None else means[index], matrix, entry["error_after"])
+    if finder == UNEQUAL:
+        entry["errors_by_fine"] = {str(fine): one.error for fine, one in found.items()}
+    return found
+
+
+def _choose(
+    found: dict[int, dict[int, _Map]], entries: dict[int, dict], means: Means | None
+) -> tuple[int, dict[int, torch.Tensor]]:
+    """Choose the number of fine channels for all layers; return it and the maps, enter their errors and means."""
+    if not found:
+        return 0, {}
+    tried = next(iter(found.values()))
+    # Of equal errors the fewest.
+    fine = min(sorted(tried), key=lambda fine: sum(own[fine].error for own in found.values()))
+    for index, own in found.items():
+        entries[index]["error_after"] = own[fine].error
+        if means is not None:
+            means[index] = own[fine].mean
+    return fine, {index: own[fine].matrix for index, own in found.items()}
 
 
 def _values(

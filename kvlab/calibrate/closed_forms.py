@@ -68,11 +68,16 @@ def balanced(sample: KeySample, rotation: torch.Tensor) -> torch.Tensor:
     ----------
     Laub, Heath, Paige & Ward 1987, IEEE Transactions on Automatic Control 32 (balancing from two Cholesky factors).
     """
-    queries, keys = (torch.linalg.cholesky(shrunk(moment)) for moment in (sample.covariance, sample.moment))
-    left, sigma, _ = torch.linalg.svd(queries.mT @ keys)
-    balancing = sigma.rsqrt()[..., None] * (queries @ left).mT
+    balancing, _ = balance(sample)
     balancing[:, 0] *= FREE_FACTOR
     return led_by_the_free_direction(rotation) @ balancing
+
+
+def balance(sample: KeySample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find B with B M Bᵀ = B⁻ᵀ C B⁻¹ = diag(σ), float64 ``[num_kv_heads, head_dim, head_dim]``, and σ, decreasing."""
+    queries, keys = (torch.linalg.cholesky(shrunk(moment)) for moment in (sample.covariance, sample.moment))
+    left, sigma, _ = torch.linalg.svd(queries.mT @ keys)
+    return sigma.rsqrt()[..., None] * (queries @ left).mT, sigma
 
 
 def _query_eigenvectors(sample: KeySample) -> torch.Tensor:

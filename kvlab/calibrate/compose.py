@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from kvlab.quantizers import AsymmetricInteger, UnequalInteger
 from kvlab.schemes import Scheme, StoredAs, get_scheme
 from kvlab.transforms import Center, Chain, Matrix, RandomizedHadamard
 
@@ -19,6 +20,7 @@ def calibrated_scheme(
     *,
     value_means: Mapping[int, torch.Tensor] | None = None,
     value_maps: Mapping[int, torch.Tensor] | None = None,
+    fine: int = 0,
     name: str = "calibrated",
 ) -> Scheme:
     """Store keys as A·(x − μ): means μ and matrix A per layer, a rotation by its seed, all else as ``base`` has it.
@@ -37,6 +39,9 @@ def calibrated_scheme(
     maps
         Per layer A, ``[num_kv_heads, head_dim, head_dim]``, in the place of the rotations, whose seeds then say only
         what they were made from; None rotates.
+    fine
+        Channels of the mapped keys with eight bits, and with none, as in `kvlab.quantizers.UnequalInteger`; 0 leaves
+        the quantizer of ``base``.
     name
         Of the new scheme, which is not registered.
 
@@ -57,25 +62,31 @@ def calibrated_scheme(
     of_values = [] if value_means is None else [Center(value_means)]
     of_values += [] if value_maps is None else [Matrix(value_maps, "value_maps")]
     values = Chain(*of_values) if of_values else None
-    return fitted_scheme(base, Chain(*centring, mapping), values=values, name=name)
+    return fitted_scheme(base, Chain(*centring, mapping), values=values, fine=fine, name=name)
 
 
 def fitted_scheme(
-    base: str | Scheme, transforms: Chain, *, values: Chain | None = None, name: str = "fitted"
+    base: str | Scheme, transforms: Chain, *, values: Chain | None = None, fine: int = 0, name: str = "fitted"
 ) -> Scheme:
     """Return ``base`` with ``transforms``, from `fit_transforms`, in the place of its keys' rotation.
 
-    With ``values``, from `fit_value_transforms`, its values are transformed too.
+    With ``values``, from `fit_value_transforms`, its values are transformed too; with ``fine``, its keys have unequal
+    bits, for transforms that `kvlab.calibrate.unequal` found.
 
     Raises
     ------
     TypeError, ValueError
         ``base`` is unknown, has other transforms than a rotation on its keys, or any on values that are to be
-        transformed.
+        transformed, or stores keys in another way than as `AsymmetricInteger` where bits are to be unequal.
     """
     base = get_scheme(base)
     rotation_of(base)
-    sides = {"keys": StoredAs(*transforms.transforms, quantizer=base.keys.quantizer)}
+    quantizer = base.keys.quantizer
+    if fine:
+        if quantizer != AsymmetricInteger(4):
+            raise ValueError(f"base is {base.name!r}; accepted with fine channels: one with plain 4-bit integers")
+        quantizer = UnequalInteger(fine)
+    sides = {"keys": StoredAs(*transforms.transforms, quantizer=quantizer)}
     if values is not None:
         if base.values.transform.transforms:
             raise ValueError(f"base is {base.name!r}; accepted with transforms of values: one that has none")

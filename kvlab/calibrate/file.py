@@ -15,6 +15,7 @@ from safetensors.torch import save
 from kvlab.calibrate.compose import calibrated_scheme, rotation_of
 from kvlab.checks import check_finite
 from kvlab.paths import written_whole
+from kvlab.quantizers import UnequalInteger
 from kvlab.schemes import Scheme, get_scheme
 from kvlab.transforms import Matrix
 from kvlab.transforms.parameters import check_integer
@@ -22,7 +23,8 @@ from kvlab.transforms.parameters import check_integer
 FORMAT = "kvlab-calibration/1"
 OPTIONAL = {"key_means": 1, "key_maps": 2, "value_means": 1, "value_maps": 2}
 """Ingredients that may be missing → how many dimensions of head_dim each KV head has in them."""
-INGREDIENTS = ("rotation_seeds", *OPTIONAL)
+FINE = "fine_channels"
+INGREDIENTS = ("rotation_seeds", *OPTIONAL, FINE)
 MANIFEST_KEY = "kvlab"
 
 
@@ -41,13 +43,17 @@ class Calibration:
         the rotations of these seeds inside them; None where keys are only rotated.
     value_means, value_maps
         The same of the values; None where they are stored as they are.
+    fine_channels
+        How many channels of the mapped keys have eight bits, and how many none (`kvlab.quantizers.UnequalInteger`); 0
+        where all have four.
     manifest
         What can be written as JSON: ``format``, ``kvlab`` (its version), ``date``, ``model``, ``config_hash``,
         ``num_kv_heads``, ``head_dim``, ``scheme`` (the base), ``ingredients``, ``captures`` and ``holdout`` (each
         with ``capture_hash``, ``text_hash``, ``revision``, ``tokens``), ``objective``, ``search`` (its ``seeds``
         and ``tokens``) and per layer ``layers``: every seed's objective, the finalists' attention-output errors,
         ``error_before`` and ``error_after``; with maps ``error_map`` too, and ``finder`` under ``search``; with value
-        maps ``value_error_before`` and ``value_error_after``, V stored.
+        maps ``value_error_before`` and ``value_error_after``, V stored. Where unequal bits were tried,
+        ``errors_by_fine``: the error with each number of fine channels.
 
     Raises
     ------
@@ -62,6 +68,7 @@ class Calibration:
     key_maps: dict[int, torch.Tensor] | None = None
     value_means: dict[int, torch.Tensor] | None = None
     value_maps: dict[int, torch.Tensor] | None = None
+    fine_channels: int = 0
 
     def __post_init__(self) -> None:
         rotation_of(get_scheme(self.base))
@@ -87,6 +94,16 @@ class Calibration:
         for name in ("key_maps", "value_maps"):
             if (maps := getattr(self, name)) is not None:
                 Matrix(maps, name)
+        self._check_fine()
+
+    def _check_fine(self) -> None:
+        if (FINE in self.manifest["ingredients"]) != (self.fine_channels != 0):
+            raise ValueError(f"calibration disagrees with its manifest on {FINE}; accepted: both or neither")
+        if self.fine_channels:
+            if self.key_maps is None:
+                raise ValueError(f"calibration has {FINE} without key_maps; accepted: both")
+            # Refuses what cannot be.
+            UnequalInteger(self.fine_channels).bits_per_number(self.manifest["head_dim"])
 
     def _shape(self, name: str) -> list[int]:
         """Return what an optional ingredient has for each layer."""
@@ -104,8 +121,8 @@ class Calibration:
 
     def scheme(self, name: str = "calibrated") -> Scheme:
         """Return the scheme to measure, apply and serve: ``base`` with these seeds, means and maps."""
-        values = {"value_means": self.value_means, "value_maps": self.value_maps}
-        return calibrated_scheme(self.base, self.seeds, self.key_means, self.key_maps, **values, name=name)
+        others = {"value_means": self.value_means, "value_maps": self.value_maps, "fine": self.fine_channels}
+        return calibrated_scheme(self.base, self.seeds, self.key_means, self.key_maps, **others, name=name)
 
     @property
     def search(self) -> pd.DataFrame:
@@ -185,6 +202,8 @@ class Calibration:
         for name in OPTIONAL:
             if (values := getattr(self, name)) is not None:
                 tensors[name] = torch.stack([values[layer] for layer in self.layers]).float().cpu()
+        if self.fine_channels:
+            tensors[FINE] = torch.tensor([self.fine_channels])
         # One entry only: safetensors writes several in an order of its own.
         metadata = {MANIFEST_KEY: json.dumps(self.manifest, sort_keys=True, ensure_ascii=False)}
         path = Path(path)
@@ -245,6 +264,10 @@ class Calibration:
                 sizes = [manifest["num_kv_heads"], *[manifest["head_dim"]] * dims]
                 raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; accepted: float32 {[len(layers), *sizes]}")
             optional[name] = dict(zip(indices, x.unbind(), strict=True))
+        if (fine := tensors.get(FINE)) is not None:
+            if fine.dtype != torch.int64 or fine.shape != (1,):
+                raise ValueError(f"{FINE} is {fine.dtype} {list(fine.shape)}; accepted: int64 [1]")
+            optional[FINE] = int(fine)
         return cls(seeds=dict(zip(indices, seeds.tolist(), strict=True)), manifest=manifest, **optional)
 
     def _check_entries(self) -> None:

@@ -136,7 +136,8 @@ def calibrate_command(
         str | None,
         typer.Option(
             help="Find a matrix per KV head too, which takes the rotation's place where that helps held-out text: "
-            "balanced (the best one), scaled_query_basis, channel_scales or query_basis.",
+            "unequal (eight bits for some directions and none for as many, or balanced where that is better), balanced "
+            "(the best one for equal bits), scaled_query_basis, channel_scales or query_basis.",
         ),
     ] = None,
     values: Annotated[

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from kvlab import codec
 from kvlab.checks import check_finite, check_vectors
-from kvlab.quantizers import AsymmetricInteger, RefitInteger
+from kvlab.quantizers import AsymmetricInteger, RefitInteger, UnequalInteger
 from kvlab.quantizers.base import Quantizer
 
 _LARGEST_EXPONENT = 15
 """Matrices are scaled by a power of two to just below 2^15: fp16 then holds 11 bits of all but the tiniest entries."""
 
 CODEC, REFIT = AsymmetricInteger(4), RefitInteger()
-ENCODERS = {CODEC: codec.encode, REFIT: REFIT.encode}
-"""Quantizers that the kernels write → the same in plain torch. All write bytes that `kvlab.codec.decode` reads."""
+"""Quantizers that the kernels write; of keys `UnequalInteger` too. All their bytes are read by `kvlab.codec.decode`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,8 @@ class Folding:
     k_bias, v_bias
         float32 ``[num_kv_heads, head_dim]``, or None.
     k_quantizer, v_quantizer
-        `CODEC`, or `REFIT`, which searches scale and offset.
+        `CODEC`, or `REFIT`, which searches scale and offset. Keys may be stored by an `UnequalInteger`: rows of
+        ``k_matrix`` and ``k_bias`` are then `UnequalInteger.placement`'s, and q_matrix has its expansion transposed.
 
     Attributes
     ----------
@@ -77,7 +78,8 @@ class Folding:
     TypeError
         A matrix or bias is no float32 tensor, or a quantizer is none.
     ValueError
-        A shape or device does not fit ``q_matrix``'s, a component is not finite, or a quantizer is none of these.
+        A shape or device does not fit ``q_matrix``'s, a component is not finite, a quantizer is none of these, or keys
+        of unequal bits are not placed as it needs them.
     """
 
     q_matrix: torch.Tensor
@@ -92,7 +94,7 @@ class Folding:
     v_fragments: Fragments | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_quantizer(self.k_quantizer, "k_quantizer")
+        check_key_quantizer(self.k_quantizer, "k_quantizer")
         check_quantizer(self.v_quantizer, "v_quantizer")
         for name in ("q_matrix", "k_matrix", "v_matrix", "k_bias", "v_bias"):
             x = getattr(self, name)
@@ -104,6 +106,7 @@ class Folding:
             if x is not None or name in ("q_matrix", "k_matrix"):
                 self._check(x, name, ndim=2 if name.endswith("bias") else 3)
                 object.__setattr__(self, name, x.contiguous())
+        self._check_placement()
         for name in ("q_matrix", "k_matrix", "v_matrix"):
             matrix = getattr(self, name)
             fragments = None if matrix is None else Fragments.of(matrix)
@@ -116,6 +119,11 @@ class Folding:
     def refits(self) -> tuple[bool, bool]:
         """Whether keys and whether values are written by `REFIT`."""
         return self.k_quantizer == REFIT, self.v_quantizer == REFIT
+
+    @property
+    def fine(self) -> int:
+        """Channels of the keys with eight bits, and with none."""
+        return self.k_quantizer.fine if isinstance(self.k_quantizer, UnequalInteger) else 0
 
     @property
     def head_dim(self) -> int:
@@ -137,6 +145,15 @@ class Folding:
                 raise ValueError(f"{name} has {len(x)} heads; accepted: {' or '.join(map(str, sorted(accepted)))}")
         return self
 
+    def _check_placement(self) -> None:
+        if not self.fine:
+            return
+        # Refuses more than the half.
+        self.k_quantizer.bits_per_number(self.head_dim)
+        for name, rows in (("k_matrix", self.k_matrix), ("k_bias", self.k_bias)):
+            if rows is not None and not torch.equal(rows[:, : self.fine], rows[:, -self.fine :]):
+                raise ValueError(f"{name} has other rows last than first; accepted with {self.k_quantizer!r}: the same")
+
     def _check(self, x: object, name: str, *, ndim: int) -> None:
         check_vectors(x, name, head_dim=self.head_dim, min_ndim=ndim)
         if x.dtype != torch.float32:
@@ -149,6 +166,17 @@ class Folding:
         check_finite(x, name)
 
 
+def encoder(quantizer: Quantizer) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what a quantizer that the kernels write does to vectors, in plain torch: their bytes."""
+    return codec.encode if quantizer == CODEC else quantizer.encode
+
+
+def check_key_quantizer(quantizer: object, name: str) -> None:
+    """Check that the kernels write what ``quantizer`` stores of keys; raises as `check_quantizer`."""
+    if not isinstance(quantizer, UnequalInteger):
+        check_quantizer(quantizer, name)
+
+
 def check_quantizer(quantizer: object, name: str) -> None:
     """Check that the kernels write what ``quantizer`` stores.
 
@@ -157,9 +185,9 @@ def check_quantizer(quantizer: object, name: str) -> None:
     TypeError
         It is no quantizer.
     ValueError
-        It is none of `ENCODERS`.
+        It is none of `CODEC` and `REFIT`.
     """
     if not isinstance(quantizer, Quantizer):
         raise TypeError(f"{name} is a {type(quantizer).__name__}; accepted: a kvlab quantizer")
-    if quantizer not in tuple(ENCODERS):
-        raise ValueError(f"{name} is {quantizer!r}; accepted: {' or '.join(map(repr, ENCODERS))}")
+    if quantizer not in (CODEC, REFIT):
+        raise ValueError(f"{name} is {quantizer!r}; accepted: {CODEC!r} or {REFIT!r}")

@@ -162,7 +162,7 @@ def _launch_cuda(
     # While a quarter of a tile for every warp is enough, that is what a warp gets.
     quarters = 1 if tiles * _QUARTERS <= query_warps else _QUARTERS
     query_blocks = -(-min(tiles * _QUARTERS // quarters, query_warps) // _WARPS)
-    _kernel(folding.head_dim, num_kv_heads, group, *folding.refits)(
+    _kernel(folding.head_dim, num_kv_heads, group, *folding.refits, folding.fine)(
         (num_kv_heads * (2 * cell_blocks + query_blocks),),
         32 * _WARPS,
         qkv,
@@ -187,7 +187,7 @@ def _launch_cuda(
 
 @functools.cache
 def _kernel(*shape: int) -> nvrtc.Kernel:
-    names = ("HEAD_DIM", "NUM_KV_HEADS", "GROUP", "REFIT_KEYS", "REFIT_VALUES")
+    names = ("HEAD_DIM", "NUM_KV_HEADS", "GROUP", "REFIT_KEYS", "REFIT_VALUES", "FINE_KEYS")
     defines = dict(zip(names, map(int, shape), strict=True))
     return nvrtc.Kernel("norm_rotate_store.cu", "norm_rotate_store", **defines)
 

@@ -18,6 +18,7 @@ from kvlab.quantizers.per_channel import PerChannelInteger
 from kvlab.quantizers.refit import RefitInteger
 from kvlab.quantizers.symmetric import SymmetricInteger
 from kvlab.quantizers.turboquant import TurboQuant
+from kvlab.quantizers.unequal import UnequalInteger
 from kvlab.quantizers.zero_point import IntegerZeroPoint
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "RefitInteger",
     "SymmetricInteger",
     "TurboQuant",
+    "UnequalInteger",
     "lloyd_max_levels",
     "nf4",
 ]

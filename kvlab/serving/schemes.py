@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from kvlab.calibrate import Calibration, calibrated_scheme
-from kvlab.kernels.folding import Folding, check_quantizer
+from kvlab.kernels.folding import Folding, check_key_quantizer, check_quantizer
+from kvlab.quantizers import UnequalInteger
 from kvlab.schemes import Scheme, get_scheme
 from kvlab.serving.options import Options
 from kvlab.transforms import FoldedQKNorm
@@ -23,8 +24,8 @@ def served_scheme(options: Options) -> Scheme:
     """
     if options.kv_cache == "calibrated":
         scheme = Calibration.load(options.calibration).scheme()
-        for side in ("keys", "values"):
-            check_quantizer(getattr(scheme, side).quantizer, f"{options.calibration}: the quantizer of {side}")
+        check_key_quantizer(scheme.keys.quantizer, f"{options.calibration}: the quantizer of keys")
+        check_quantizer(scheme.values.quantizer, f"{options.calibration}: the quantizer of values")
         return scheme
     if options.rotation_seed is not None:
         return calibrated_scheme(options.kv_cache, options.rotation_seed, name=options.kv_cache)
@@ -123,6 +124,9 @@ def layer_folding(
     q_matrix, k_matrix, k_bias = folded.query_matrix(layer), folded.key_matrix(layer), folded.key_bias(layer)
     if not scheme.fold_gain:
         q_matrix, k_matrix = q_matrix * q_gain, k_matrix * k_gain
+    if isinstance(unequal := scheme.keys.quantizer, UnequalInteger):
+        placement, expansion = (each(k_matrix.shape[-1]) for each in (unequal.placement, unequal.expansion))
+        q_matrix, k_matrix, k_bias = expansion.mT @ q_matrix, placement @ k_matrix, k_bias @ placement.mT
     return Folding(
         _of_heads(q_matrix, heads, dims=2).to(device),
         _of_heads(k_matrix, heads, dims=2).to(device),

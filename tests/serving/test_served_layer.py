@@ -16,9 +16,10 @@ from engines import maps
 import kvlab
 from kvlab.calibrate import calibrated_scheme
 from kvlab.kernels.decode import DecodePlan
-from kvlab.kernels.folding import ENCODERS
+from kvlab.kernels.folding import encoder
 from kvlab.kernels.layout import cell_bytes, read_cells
 from kvlab.kernels.naive.norm_rotate_store import normalise
+from kvlab.quantizers import UnequalInteger
 from kvlab.serving import attention, backend
 from kvlab.serving.backend import Int4Impl, Int4Metadata, Prefills
 
@@ -38,6 +39,7 @@ SCHEMES = (
     "calibrated",
     "calibrated with values",
     "calibrated refit with values",
+    "calibrated unequal with values",
 )
 
 
@@ -51,7 +53,7 @@ def scheme_of(name):
     )
     of_values = {"value_means": values[0], "value_maps": values[1]} if name.endswith("with values") else {}
     base = "hadamard-int4-refit" if "refit" in name else "hadamard-int4"
-    return calibrated_scheme(base, {LAYER: 5}, *keys, **of_values)
+    return calibrated_scheme(base, {LAYER: 5}, *keys, **of_values, fine=16 if "unequal" in name else 0)
 
 
 class Layer:
@@ -171,10 +173,14 @@ def new_rows():
         first += new
 
 
-def codes(cells):
-    """The numbers from 0 to 15 in the codec's bytes."""
+def codes(cells, quantizer):
+    """The numbers from 0 to 15 in the codec's bytes; of unequal bits first those from 0 to 255."""
     packed = cells[..., :-4].short()
-    return torch.cat([packed & 15, packed >> 4], dim=-1)
+    codes = torch.cat([packed & 15, packed >> 4], dim=-1)
+    if not isinstance(quantizer, UnequalInteger):
+        return codes
+    high, plain, low = codes.split([quantizer.fine, HEAD_DIM - 2 * quantizer.fine, quantizer.fine], dim=-1)
+    return torch.cat([16 * high + low, plain], dim=-1)
 
 
 def test_queries_are_the_librarys_to_bf16(layer):
@@ -184,6 +190,8 @@ def test_queries_are_the_librarys_to_bf16(layer):
         gain = layer.k_gain if layer.scheme.fold_gain else 1
         grouped = layer.every((queries * gain).unflatten(0, (layer.kv_heads, GROUP)).flatten(1, 2).float())
         exact = layer.scheme.keys.transform.query(grouped, LAYER)[layer.heads].double()
+        if isinstance(unequal := layer.scheme.keys.quantizer, UnequalInteger):
+            exact = exact @ unequal.expansion(HEAD_DIM).double()
         exact = exact.unflatten(1, (GROUP, new)).flatten(0, 1).transpose(0, 1)
         # One rounding to BF16 of each component, and the library's own float32: 128 additions of numbers below 16.
         assert ((q[rows].double() - exact).abs() <= BF16 * exact.abs() + 128 * 16 * 2**-24).all()
@@ -199,9 +207,9 @@ def test_codes_are_the_librarys(layer):
         expected = [keys, layer.scheme.values.transform.forward(layer.every(values.float()), LAYER)[layer.heads]]
         if not layer.scheme.values.transform.transforms:
             # Values are BF16 as the projection left them: not a bit may differ.
-            assert torch.equal(stored[1], ENCODERS[layer.scheme.values.quantizer](expected.pop()))
+            assert torch.equal(stored[1], encoder(layer.scheme.values.quantizer)(expected.pop()))
         for cells, vectors, side in zip(stored, expected, (layer.scheme.keys, layer.scheme.values), strict=False):
-            ours, theirs = codes(cells), codes(ENCODERS[side.quantizer](vectors))
+            ours, theirs = (codes(each, side.quantizer) for each in (cells, encoder(side.quantizer)(vectors)))
             # They differ in float32's last digits, 1e-6 of a step or so; a code flips where one lies that near to a
             # tie, or where scale or offset round to the next fp16 number, which moves codes by a hundredth: one of each
             # hundred.

@@ -4,6 +4,7 @@
 #include "rotate.cuh"
 
 constexpr float LARGEST_CODE = 15.f;
+constexpr float FINE_STEPS = 17.f;  // of eight bits to one of four on the same range
 constexpr float TO_INTEGER = 12582912.f;  // 1.5 * 2^23: numbers of this size are integers, so that adding it rounds half to even
 
 // What is stored of a vector: the codes of a piece, four bits each, the first in the lowest; and two fp16 numbers.
@@ -50,13 +51,21 @@ __device__ __forceinline__ float divide(float x, float divisor, float reciprocal
   return fmaf(fmaf(-divisor, quotient, x), reciprocal, quotient);
 }
 
+// The nearest integer from 0 to largest, at most 255, half to even.
+__device__ __forceinline__ uint32_t to_integer(float x, float largest) {
+  return __float_as_uint(fminf(fmaxf(x, 0.f), largest) + TO_INTEGER) & 255;
+}
+
 // The fp16 numbers that the codec gives a range. Adding 0 makes the zero positive, as the codec does.
 __device__ __forceinline__ uint16_t offset_of(const Range& range) { return half_bits(range.low + 0.f); }
 __device__ __forceinline__ uint16_t scale_of(const Range& range, float offset) {
   return half_bits(divide(fmaxf(range.high - offset, 0.f), LARGEST_CODE, 1.f / LARGEST_CODE));
 }
 
-__device__ __forceinline__ Stored encode(const float (&y)[PIECE], const Range& range) {
+// The codec's codes of a piece whose first component is channel d of its vector. With FINE channels of unequal bits, the last FINE
+// components are copies of the first: these keep the high halves of eight bits, those the low ones.
+template <int FINE>
+__device__ __forceinline__ Stored encode(const float (&y)[PIECE], const Range& range, int d) {
   const uint16_t offset_bits = offset_of(range);
   const float offset = from_half(offset_bits);
   const uint16_t scale_bits = scale_of(range, offset);
@@ -64,8 +73,14 @@ __device__ __forceinline__ Stored encode(const float (&y)[PIECE], const Range& r
   uint32_t word = 0;
 #pragma unroll
   for (int k = 0; k < PIECE; k++) {
-    const float code = fminf(fmaxf(divide(y[k] - offset, scale, reciprocal), 0.f), LARGEST_CODE);
-    word |= (__float_as_uint(code + TO_INTEGER) & 15) << 4 * k;
+    const float steps = divide(y[k] - offset, scale, reciprocal);
+    uint32_t code;
+    if (FINE > 0 && (d + k < FINE || d + k >= HEAD_DIM - FINE)) {
+      code = to_integer(FINE_STEPS * steps, FINE_STEPS * LARGEST_CODE) >> (d + k < FINE ? 4 : 0) & 15;
+    } else {
+      code = to_integer(steps, LARGEST_CODE);
+    }
+    word |= code << 4 * k;
   }
   return {scale > 0.f ? word : 0, scale_bits, offset_bits};
 }

@@ -158,7 +158,7 @@ __device__ __forceinline__ void rotate_cells(float (&y)[HELD][PIECE], const Fetc
 }
 
 // 32 keys or values into the cells of their slots.
-template <bool REFIT>
+template <bool REFIT, int FINE>
 __device__ __forceinline__ void store_cells(const float (&y)[HELD][PIECE], const Cells& cells, int first_token,
                                             const int64_t (&slots)[HELD], const Cache& cache) {
   const Lane me;
@@ -174,7 +174,7 @@ __device__ __forceinline__ void store_cells(const float (&y)[HELD][PIECE], const
 #pragma unroll
       for (int k = 0; k < PIECE; k++) cells.debug[(int64_t(row) * NUM_KV_HEADS + cells.kv_head) * HEAD_DIM + d + k] = y[i][k];
     if (slots[i] < 0) continue;
-    const Stored stored = REFIT ? fitted[i] : encode(y[i], range[i]);
+    const Stored stored = REFIT ? fitted[i] : encode<FINE>(y[i], range[i], d);
     const uint32_t region_index = uint32_t(slots[i] / REGION_TOKENS);
     const int token = int(slots[i] % REGION_TOKENS);
     uint8_t* region = cache.base + region_index / cache.regions_per_block * cache.block_stride + cells.kv_head * cache.head_stride +
@@ -217,10 +217,12 @@ norm_rotate_store(const uint16_t* qkv, int64_t token_stride, int tokens, const i
       if (first + step < slots) next = fetch(cells, first + step, affine.fragments);
       float y[HELD][PIECE];
       rotate_cells(y, now, !is_value, affine, eps);
-      if (is_value ? REFIT_VALUES : REFIT_KEYS) {
-        store_cells<true>(y, cells, first, now.slots, cache);
+      if (FINE_KEYS > 0 && !is_value) {
+        store_cells<false, FINE_KEYS>(y, cells, first, now.slots, cache);
+      } else if (is_value ? REFIT_VALUES : REFIT_KEYS) {
+        store_cells<true, 0>(y, cells, first, now.slots, cache);
       } else {
-        store_cells<false>(y, cells, first, now.slots, cache);
+        store_cells<false, 0>(y, cells, first, now.slots, cache);
       }
       // Before shared memory is written again.
       __syncthreads();

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvlab.checks import FP16_MAX
-from kvlab.kernels.folding import ENCODERS, Folding
+from kvlab.kernels.folding import Folding, encoder
 from kvlab.kernels.layout import write_cells
 
 
@@ -45,7 +45,7 @@ def norm_rotate_store(
     q, keys, values = rotate(qkv, folding, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=eps, dtype=dtype)
     if slots := len(slot_mapping):
         sides = (keys, folding.k_quantizer), (values, folding.v_quantizer)
-        write_cells(cache, slot_mapping, *(ENCODERS[quantizer](saturate(x[:slots])) for x, quantizer in sides))
+        write_cells(cache, slot_mapping, *(encoder(quantizer)(saturate(x[:slots])) for x, quantizer in sides))
     return q
 
 

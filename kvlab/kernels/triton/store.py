@@ -11,6 +11,7 @@ from kvlab.kernels.folding import REFIT, Folding
 from kvlab.kernels.layout import REGION_TOKENS
 from kvlab.kernels.triton.region import key_at, number_at, value_at
 from kvlab.quantizers.selection import CLEARLY_LESS
+from kvlab.quantizers.unequal import STEPS
 
 _TOKENS = 32
 """Tokens of one program: on an H200, 16 are hardly faster for a few tokens, and take twice as long for thousands."""
@@ -23,6 +24,8 @@ _REGION_TOKENS = tl.constexpr(REGION_TOKENS)
 _LARGEST_CODE = tl.constexpr(15.0)
 _TO_INTEGER = tl.constexpr(1.5 * 2**23)
 """float32 numbers of this size are integers: adding and subtracting it rounds half to even."""
+
+_FINE_STEPS = tl.constexpr(STEPS)
 
 _CLIP = tl.constexpr(REFIT.clips[1])
 _CLEARLY_LESS = tl.constexpr(CLEARLY_LESS)
@@ -68,6 +71,7 @@ def norm_rotate_store(
         DEPTH=_DEPTH,
         REFIT_KEYS=refit_keys,
         REFIT_VALUES=refit_values,
+        FINE_KEYS=folding.fine,
     )
 
 
@@ -101,6 +105,7 @@ def _kernel(
     DEPTH: tl.constexpr,
     REFIT_KEYS: tl.constexpr,
     REFIT_VALUES: tl.constexpr,
+    FINE_KEYS: tl.constexpr,
 ):
     """One head of a few tokens; heads are the queries', then the keys', then the values'."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -120,7 +125,7 @@ def _kernel(
         slot = tl.load(slot_mapping + token, token < slots, other=-1)
         region, place = _region(cache, slot, kv_head, block_stride, head_stride, block_size, HEAD_DIM)
         at = key_at(place[:, None], 4 * tl.arange(0, HEAD_DIM // 4)[None, :])
-        _store(y, region, at, place, 0, slot >= 0, HEAD_DIM, TOKENS, REFIT_KEYS)
+        _store(y, region, at, place, 0, slot >= 0, HEAD_DIM, TOKENS, REFIT_KEYS, FINE_KEYS)
     else:
         kv_head = head - NUM_HEADS - NUM_KV_HEADS
         if v_matrix is None:
@@ -133,7 +138,7 @@ def _kernel(
         slot = tl.load(slot_mapping + token, token < slots, other=-1)
         region, place = _region(cache, slot, kv_head, block_stride, head_stride, block_size, HEAD_DIM)
         at = value_at(place[:, None], 4 * tl.arange(0, HEAD_DIM // 4)[None, :], HEAD_DIM)
-        _store(y, region, at, place, 2, slot >= 0, HEAD_DIM, TOKENS, REFIT_VALUES)
+        _store(y, region, at, place, 2, slot >= 0, HEAD_DIM, TOKENS, REFIT_VALUES, 0)
 
 
 @triton.jit
@@ -183,13 +188,29 @@ def _region(cache, slot, kv_head, block_stride, head_stride, block_size, HEAD_DI
 
 @triton.jit
 def _store(
-    y, region, at, place, ROW: tl.constexpr, mask, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, REFIT: tl.constexpr
+    y,
+    region,
+    at,
+    place,
+    ROW: tl.constexpr,
+    mask,
+    HEAD_DIM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    REFIT: tl.constexpr,
+    FINE: tl.constexpr,
 ):
     """Encode vectors: codes of 4 dimensions to byte ``at``, scale and offset to two rows of metadata."""
     if REFIT:
         codes, scale, offset = _refit(y, HEAD_DIM, TOKENS)
     else:
         codes, scale, offset = _encode(y, tl.min(y, 1), tl.max(y, 1), HEAD_DIM, TOKENS)
+        if FINE > 0:
+            # The last channels are copies of the first: these keep the high halves of eight bits, those the low ones.
+            channel = tl.arange(0, HEAD_DIM)[None, :]
+            fine = _nearest(y, scale, offset, HEAD_DIM, TOKENS, _FINE_STEPS)
+            high = tl.floor(fine / 16)
+            codes = tl.where(channel < FINE, high, codes)
+            codes = tl.where(channel >= HEAD_DIM - FINE, fine - 16 * high, codes)
     shifts = tl.arange(0, HEAD_DIM)[None, :] % 4 * 4
     words = tl.sum(tl.reshape(codes.to(tl.int32) << shifts, (TOKENS, HEAD_DIM // 4, 4)), 2)
     tl.store((region[:, None] + at).to(tl.pointer_type(tl.uint16)), words.to(tl.uint16), mask[:, None])
@@ -210,11 +231,11 @@ def _encode(y, low, high, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _nearest(y, scale, offset, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
-    """Find the nearest codes, integers in float32."""
+def _nearest(y, scale, offset, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr = 1):
+    """Find the nearest codes, integers in float32; ``STEPS`` times as fine ones."""
     divisor = tl.where(scale > 0, scale.to(tl.float32), float("inf"))
     quotient = tl.div_rn(y - offset.to(tl.float32)[:, None], tl.broadcast_to(divisor[:, None], (TOKENS, HEAD_DIM)))
-    return tl.minimum(tl.maximum(quotient, 0.0), _LARGEST_CODE) + _TO_INTEGER - _TO_INTEGER
+    return tl.minimum(tl.maximum(STEPS * quotient, 0.0), STEPS * _LARGEST_CODE) + _TO_INTEGER - _TO_INTEGER
 
 
 @triton.jit

@@ -1,9 +1,8 @@
 import pytest
 import torch
-from store_cases import Case, cases, check_near_twin, check_special_values, run
+from store_cases import QUANTIZERS, Case, cases, check_near_twin, check_special_values, run
 
 from kvlab.kernels import nvrtc
-from kvlab.kernels.folding import ENCODERS
 from kvlab.kernels.store import norm_rotate_store
 
 pytestmark = [
@@ -39,13 +38,17 @@ def backend(request):
     Case(46, 24, 2, slots=45, v_matrix=True, refit_keys=True),
     Case(56, 24, 2, bias=False, refit_values=True),
     Case(3001, 48, 4, block_size=64, slots=2990, v_matrix=True, refit_keys=True, refit_values=True),
+    Case(1, 12, 1, fine=16),
+    Case(33, 24, 2, v_matrix=True, fine=8),
+    Case(46, 24, 2, slots=45, bias=False, refit_values=True, fine=63),
+    Case(3001, 48, 4, block_size=64, slots=2990, v_matrix=True, fine=24),
 )
 def test_agrees_with_twin(backend, case):
     # Beside its rounding to bfloat16 a query has an error from the fp16 matrix, an eighth as large: 1.01 of one alone.
     check_near_twin(case, run(case, backend, device="cuda"), device="cuda", q_ratio=1.02)
 
 
-@pytest.mark.parametrize("quantizer", ENCODERS, ids=repr)
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=repr)
 def test_special_values_keep_to_their_own_bytes(backend, quantizer):
     check_special_values(backend, "cuda", head_dim=128, quantizer=quantizer)
 

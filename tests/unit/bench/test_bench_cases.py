@@ -3,7 +3,7 @@ import torch
 
 from kvlab.bench import cases, ours
 from kvlab.bench.cases import KIB, DecodeCase, StoreCase
-from kvlab.kernels.folding import ENCODERS
+from kvlab.kernels.folding import CODEC, REFIT
 from kvlab.kernels.layout import read_cells, region_view
 
 pytestmark = pytest.mark.unit
@@ -95,7 +95,7 @@ def test_our_decode_notices_a_wrong_kernel(few_sets, monkeypatch):
     assert ours.decode(SMALL, CPU).error() > 0.009
 
 
-@pytest.mark.parametrize("quantizer", ENCODERS, ids=repr)
+@pytest.mark.parametrize("quantizer", (CODEC, REFIT), ids=repr)
 def test_our_store_runs_and_is_compared(few_sets, monkeypatch, quantizer):
     from kvlab.kernels import store
 

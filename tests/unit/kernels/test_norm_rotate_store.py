@@ -3,15 +3,26 @@ import math
 
 import pytest
 import torch
-from store_cases import EPS, Case, all_cells, cases, check_encoded, check_near_twin, check_special_values, run
+from store_cases import (
+    EPS,
+    QUANTIZERS,
+    Case,
+    all_cells,
+    cases,
+    check_encoded,
+    check_near_twin,
+    check_special_values,
+    placed,
+    run,
+)
 
 from kvlab import codec
 from kvlab.kernels import nvrtc
-from kvlab.kernels.folding import CODEC, ENCODERS, REFIT, Folding
+from kvlab.kernels.folding import CODEC, REFIT, Folding, encoder
 from kvlab.kernels.naive.norm_rotate_store import norm_rotate_store as naive_store
 from kvlab.kernels.naive.norm_rotate_store import rotate
 from kvlab.kernels.store import norm_rotate_store
-from kvlab.quantizers import RefitInteger
+from kvlab.quantizers import RefitInteger, UnequalInteger
 
 pytestmark = pytest.mark.unit
 
@@ -56,6 +67,22 @@ def test_twin_stores_what_the_quantizers_encode(refit_keys, refit_values):
         assert torch.equal(cells[:, :40], encode(x.transpose(0, 1)))
 
 
+def test_scores_of_unequal_bits_are_those_of_what_is_stored():
+    quantizer, dim = UnequalInteger(16), 128
+    x, matrix, q_matrix = torch.randn(9, dim), *torch.randn(2, dim, dim)
+    expanded = quantizer.expansion(dim).mT @ q_matrix
+    folding = Folding(expanded[None], *placed(quantizer, matrix[None]), k_quantizer=quantizer)
+    qkv, cache = x.bfloat16().repeat(1, 3), torch.zeros(1, 1, 32, dim + 8, dtype=torch.uint8)
+    heads = {"num_heads": 1, "num_kv_heads": 1}
+    q = naive_store(qkv, cache, torch.arange(9), folding, **heads)[:, 0]
+    scores = q @ codec.decode(all_cells(cache)[0][0, :9]).double().mT
+    normal = rotate(qkv, Folding(q_matrix[None], matrix[None]), **heads)
+    stored = quantizer.roundtrip(normal[1][:, 0].float()).double()
+    # A stored number is rounded thrice in float32, a matrix's once.
+    reference = normal[0][:, 0] @ stored.mT
+    torch.testing.assert_close(scores, reference, rtol=0, atol=4 * 2**-24 * reference.abs().max().item() * dim**0.5)
+
+
 def test_a_rotation_of_queries_and_keys_keeps_scores():
     dim = 128
     rotation = torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64))[0].float()[None]
@@ -80,6 +107,9 @@ SHAPES = cases(
     Case(33, 2, 2, refit_keys=True, refit_values=True),
     Case(33, 2, 2, head_dim=64, v_matrix=True, refit_keys=True),
     Case(17, 2, 1, head_dim=256, refit_values=True),
+    Case(33, 2, 2, fine=16),
+    Case(33, 4, 1, head_dim=64, bias=False, fine=31, refit_values=True),
+    Case(17, 2, 1, head_dim=256, per_head=False, fine=3),
 )
 
 
@@ -102,16 +132,16 @@ def test_naive_backend_rounds_the_twin_once(case):
 
 # Squares of numbers near bfloat16's largest overflow, and infinity times zero is NaN, as they should.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
-@pytest.mark.parametrize("quantizer", ENCODERS, ids=repr)
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=repr)
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=needs_triton), "naive"])
 def test_special_values_keep_to_their_own_bytes(backend, quantizer):
     check_special_values(backend, DEVICE, head_dim=64, quantizer=quantizer)
 
 
-@pytest.mark.parametrize("quantizer", ENCODERS, ids=repr)
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=repr)
 def test_cells_of_another_encoder_are_noticed(quantizer):
     x = torch.randn(200, 128, generator=torch.Generator().manual_seed(0))
-    ours, other = (encode(x) for encode in (ENCODERS[quantizer], ENCODERS[REFIT if quantizer == CODEC else CODEC]))
+    ours, other = (encoder(each)(x) for each in (quantizer, REFIT if quantizer == CODEC else CODEC))
     check_encoded(ours, x, quantizer)
     with pytest.raises(AssertionError):
         check_encoded(other, x, quantizer)
@@ -121,11 +151,13 @@ def test_cells_of_another_encoder_are_noticed(quantizer):
 
 
 @pytest.mark.parametrize(
-    ("num_kv_heads", "group", "refits"), [(2, 12, (0, 0)), (4, 12, (1, 1)), (1, 1, (1, 0)), (8, 4, (0, 1))], ids=str
+    ("num_kv_heads", "group", "sides"),
+    [(2, 12, (0, 0, 0)), (4, 12, (1, 1, 0)), (1, 1, (1, 0, 0)), (8, 4, (0, 1, 16)), (4, 12, (0, 0, 24))],
+    ids=str,
 )
-def test_cuda_kernel_compiles(num_kv_heads, group, refits, monkeypatch, tmp_path):
+def test_cuda_kernel_compiles(num_kv_heads, group, sides, monkeypatch, tmp_path):
     monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
-    sides = dict(zip(("REFIT_KEYS", "REFIT_VALUES"), refits, strict=True))
+    sides = dict(zip(("REFIT_KEYS", "REFIT_VALUES", "FINE_KEYS"), sides, strict=True))
     defines = {"HEAD_DIM": 128, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, **sides}
     try:
         cubin = nvrtc.compile_source("norm_rotate_store.cu", defines)
@@ -180,6 +212,9 @@ EYE = torch.eye(64)[None]
             ValueError,
             r"v_quantizer is RefitInteger\(.*rounds=2\); accepted: Asym.* or RefitInteger\(.*rounds=1\)",
         ),
+        ({"v_quantizer": UnequalInteger(16)}, ValueError, r"v_quantizer is UnequalInteger\(fine=16\); accepted: Asym"),
+        ({"k_quantizer": UnequalInteger(32)}, ValueError, "fine is 32; accepted at head_dim 64: less than 32"),
+        ({"k_quantizer": UnequalInteger(8)}, ValueError, "k_matrix has other rows last than first; accepted with"),
         ({"v_bias": torch.zeros(1, 64, device="meta")}, ValueError, "v_bias is a torch.strided tensor on meta"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

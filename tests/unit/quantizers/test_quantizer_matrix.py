@@ -25,6 +25,7 @@ from kvlab.quantizers import (
     RefitInteger,
     SymmetricInteger,
     TurboQuant,
+    UnequalInteger,
     nf4,
 )
 
@@ -63,6 +64,7 @@ ALL_QUANTIZERS = [
     (TurboQuant(4), 4.125, False),
     (RefitInteger(), 4.25, False),
     (RefitInteger((0.0, 0.025, 0.05), rounds=2), 4.25, False),
+    (UnequalInteger(8), 4.25, False),
     (Float8ScaledInteger(), 4.25, False),
     (Float8ScaledInteger(PerTokenHead(), global_scale=0.3), 4.125, False),
     (LloydMax(), 4.25, False),

@@ -1,0 +1,51 @@
+"""Key maps for unequal bits: the directions that queries see most in eight bits, the least in none."""
+
+from __future__ import annotations
+
+import torch
+from scipy.fft import dct
+
+from kvlab.calibrate.closed_forms import FREE_FACTOR, Finder, balance
+from kvlab.calibrate.sample import KeySample
+
+FINE_COUNTS = (8, 16, 24)
+"""Directions with eight bits that a calibration tries. On the keys of small models errors hardly differ between two
+neighbours of these, and beyond a quarter of head_dim what is not stored costs more than what is stored finely gains."""
+
+
+def unequal(fine: int) -> Finder:
+    """Return a finder of key maps for `kvlab.quantizers.UnequalInteger`: A = S B, B the balancing map of `balanced`.
+
+    Directions come by decreasing σ, how much keys vary times how much queries look. The first ``fine`` are spread over
+    the channels of eight bits, the last ``fine`` are not stored, those between are spread over the channels of four
+    bits: each of the two by a cosine transform, scaled so that channels of both vary alike, as they share a range. The
+    first direction of all goes where the offset takes it, enlarged as in `balanced`. No rotation has a part in it.
+
+    Parameters
+    ----------
+    fine
+        At least 1, less than half of head_dim.
+
+    References
+    ----------
+    This project. The bits are those of reverse water-filling (Kolmogorov 1956), rounded to 8, 4 and 0.
+    """
+
+    def find(sample: KeySample, _rotation: torch.Tensor) -> torch.Tensor:
+        balancing, sigma = balance(sample)
+        head_dim = balancing.shape[-1]
+        stored = head_dim - fine
+        spread = torch.eye(head_dim, dtype=torch.float64).repeat(len(sigma), 1, 1)
+        # The free direction takes the constant vector of the first class, which so has one direction less.
+        for begin, end, first in ((0, fine, 1), (fine, stored, fine)):
+            variance = sigma[:, first:end].sum(-1) / (end - begin)
+            spread[:, begin:end, begin:end] = cosines(end - begin) * variance.rsqrt()[:, None, None]
+        spread[:, :stored, 0] = FREE_FACTOR * spread[:, :1, 0]
+        return spread @ balancing
+
+    return find
+
+
+def cosines(size: int) -> torch.Tensor:
+    """Orthonormal matrix whose columns are cosines (DCT-II), the first constant, float64 ``[size, size]``."""
+    return torch.from_numpy(dct(torch.eye(size, dtype=torch.float64).numpy(), norm="ortho", axis=0)).mT

@@ -1,0 +1,122 @@
+"""The 4-bit codec's bytes with unequal bits: eight for the first channels, none for the last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvlab.checks import check_integer
+from kvlab.quantizers.base import Quantizer
+from kvlab.quantizers.granularity import PerTokenHead
+from kvlab.quantizers.integer import dequantize_asymmetric_, quantize_asymmetric
+from kvlab.quantizers.packing import Grid, encode_vectors
+from kvlab.quantizers.rounding import divide, divide_or_zero_
+
+_BITS = 4
+_LARGEST_CODE = 2**_BITS - 1
+STEPS = 2**_BITS + 1
+"""Of the fine codes to one of the others: 17, since 255 of the ones are 15 of the others."""
+
+
+@dataclass(frozen=True)
+class UnequalInteger(Quantizer):
+    """4-bit integers as `AsymmetricInteger`'s, but the first ``fine`` channels lend the last ones' codes.
+
+    For vectors whose channels come in the order of their importance. Scale s and offset o per token and head, both
+    fp16, span all channels but the last ``fine``, which are not stored and come back as 0. The first ``fine`` have 8
+    bits on the same range: x̂ = o + s·code/17. Code = 16·a + b is kept as two codes of 4 bits, a in the channel's own
+    place and b in the place of the channel that is not stored. Since
+
+        o + s·(16 a + b)/17  =  (16·(o + s·a) + (o + s·b))/17,
+
+    what comes back is linear in what `kvlab.codec.decode` reads in those places: a decode kernel that knows nothing of
+    this serves it, with queries multiplied by 16/17 and 1/17 there (`expansion`).
+
+    Parameters
+    ----------
+    fine
+        At least 1, less than half of head_dim.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``fine`` is no positive integer.
+
+    References
+    ----------
+    This project. What it approximates is reverse water-filling, Kolmogorov 1956.
+    """
+
+    fine: int
+
+    def __post_init__(self) -> None:
+        check_integer(self.fine, "fine", minimum=1)
+
+    def bits_per_number(self, head_dim: int) -> float:
+        """4, and 32 per vector for scale and offset; ValueError where ``fine`` is half of ``head_dim`` or more."""
+        self._check(head_dim)
+        return _BITS + PerTokenHead().overhead(32, head_dim)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Encode vectors to bytes that `kvlab.codec.decode` reads: ``expansion`` of what it gives is `roundtrip`'s.
+
+        Parameters
+        ----------
+        x
+            As `kvlab.codec.encode` takes it; its last ``fine`` channels are not looked at.
+
+        Returns
+        -------
+        torch.Tensor
+            uint8 ``[..., head_dim / 2 + 4]`` on the same device.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `kvlab.codec.encode`, or ``fine`` is half of head_dim or more.
+        """
+        return encode_vectors(x, self._placed_codes)
+
+    def placement(self, head_dim: int) -> torch.Tensor:
+        """Matrix that puts a copy of the first ``fine`` channels in the place of the last, ``[head_dim, head_dim]``.
+
+        A kernel that multiplies vectors by a matrix has each code's number where the code goes.
+        """
+        self._check(head_dim)
+        rows = torch.cat([torch.arange(head_dim - self.fine), torch.arange(self.fine)])
+        return torch.eye(head_dim)[rows]
+
+    def expansion(self, head_dim: int) -> torch.Tensor:
+        """Matrix from what `kvlab.codec.decode` gives to what is stored, float32 ``[head_dim, head_dim]``."""
+        self._check(head_dim)
+        matrix = torch.eye(head_dim)
+        first, last = torch.arange(self.fine), torch.arange(head_dim - self.fine, head_dim)
+        matrix[last, last] = 0
+        matrix[first, first], matrix[first, last] = (STEPS - 1) / STEPS, 1 / STEPS
+        return matrix
+
+    def _check(self, head_dim: int) -> None:
+        if 2 * self.fine >= check_integer(head_dim, "head_dim", minimum=1):
+            raise ValueError(f"fine is {self.fine}; accepted at head_dim {head_dim}: less than {head_dim / 2:g}")
+
+    def _roundtrip(self, x: torch.Tensor) -> torch.Tensor:
+        codes, fine, scale, offset = self._quantize(x)
+        out = torch.zeros_like(x)
+        out[..., : codes.shape[-1]] = dequantize_asymmetric_(codes, scale, offset)
+        # s·code is exact.
+        out[..., : self.fine] = divide(fine * scale, STEPS) + offset
+        return out
+
+    def _placed_codes(self, x: torch.Tensor) -> Grid:
+        codes, fine, scale, offset = self._quantize(x)
+        high = (fine / 2**_BITS).floor_()
+        return torch.cat([high, codes[..., self.fine :], fine - high * 2**_BITS], dim=-1), scale, offset
+
+    def _quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Codes of the channels that are stored, and the fine ones' in 8 bits; scale and offset."""
+        self._check(x.shape[-1])
+        stored = x[..., : x.shape[-1] - self.fine]
+        codes, scale, offset = quantize_asymmetric(stored, _BITS)
+        steps = divide_or_zero_(stored[..., : self.fine] - offset, scale)
+        return codes, steps.mul_(STEPS).round_().clamp_(0, STEPS * _LARGEST_CODE), scale, offset
