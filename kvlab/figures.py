@@ -1,4 +1,4 @@
-"""The main job: measure the embedded default model and draw every figure, with its numbers."""
+"""The main job: measure the models that come with kvlab and draw every figure, with its numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pandas as pd
@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 
 from kvlab import measure, plots, provenance
 from kvlab.capture_files import StoredCapture, describe, open_capture
-from kvlab.models.default import MODEL_NAME, default_model, default_text, text_hash, tokenize
+from kvlab.models.default import default_text, text_hash, tokenize
 from kvlab.recording import Capture, capture
 from kvlab.standing_figures import draw_standing, standing_tables
+from kvlab.subjects import DEFAULT, SUBJECTS, Study, Subject
 from kvlab.summary import summarise
 from kvlab.tables import WRITE_UP, published
 
@@ -73,6 +74,32 @@ class Settings:
     loss_schemes: tuple[str, ...] = LOSS_SCHEMES
 
 
+@dataclass(frozen=True)
+class Results:
+    """All that one run of the main job has measured.
+
+    Attributes
+    ----------
+    studies
+        A model each.
+    standing
+        From `kvlab.standing_figures.standing_tables`, or nothing.
+    """
+
+    studies: list[Study]
+    standing: Tables = field(default_factory=dict)
+
+    def tables(self) -> Tables:
+        """Return every table by its figure's name."""
+        of_models = {f"{study.prefix}{name}": table for study in self.studies for name, table in study.tables.items()}
+        return of_models | self.standing
+
+    def draw(self) -> dict[str, Figure]:
+        """Draw every figure."""
+        of_models = {f"{study.prefix}{name}": fig for study in self.studies for name, fig in _draw(study).items()}
+        return of_models | (draw_standing(self.standing) if self.standing else {})
+
+
 FULL = Settings()
 QUICK = Settings(tokens=1024, num_queries=64, loss_tokens=512, schemes=QUICK_SCHEMES, loss_schemes=QUICK_LOSS_SCHEMES)
 
@@ -90,7 +117,7 @@ def capture_default(chosen: Settings = FULL, *, progress: bool = False) -> Captu
     """
     if folder := os.environ.get("KVLAB_CAPTURE"):
         return open_capture(folder)
-    model, tokenizer = default_model()
+    model, tokenizer = DEFAULT.load()
     ids = tokenize(tokenizer, default_text(), chosen.tokens)
     return _capture(model, ids, chosen, progress=progress)
 
@@ -103,13 +130,14 @@ def _capture(model: PreTrainedModel, ids: torch.Tensor, chosen: Settings, *, pro
     return captured
 
 
-def source(tokens: int) -> str:
-    """Caption of a figure measured on the embedded default: model, text, machine, versions, date."""
-    return (
-        f"Measured: {MODEL_NAME} (weights from Q4_1) in float32, {tokens:,} tokens of Python's help topics "
+def source(tokens: int, subject: Subject = DEFAULT) -> str:
+    """Caption of a figure measured on the embedded text: model, text, machine, versions, date."""
+    measured = (
+        f"Measured: {subject.model} ({subject.details}) in float32, {tokens:,} tokens of Python's help topics "
         f"(SHA-256 {text_hash(default_text())[:12]}); {provenance.machine()}; {provenance.versions()}; "
         f"{provenance.today()}."
     )
+    return f"{measured} {subject.note}".strip()
 
 
 def source_of(captured: Capture) -> str:
@@ -130,7 +158,7 @@ def largest_outlier(captured: Capture) -> tuple[int, int]:
 
 
 def make_figures(out: Path, chosen: Settings = FULL, *, progress: bool = True) -> list[Path]:
-    """Measure the embedded default and write every figure (PNG, SVG), its numbers (CSV) and ``summary.md``.
+    """Measure `SUBJECTS` and write every figure (PNG, SVG), its numbers (CSV) and ``summary.md``.
 
     Parameters
     ----------
@@ -152,19 +180,29 @@ def make_figures(out: Path, chosen: Settings = FULL, *, progress: bool = True) -
         ``out`` cannot be written.
     ModuleNotFoundError
         The embedded default model is not installed.
+    FileNotFoundError
+        The installation lacks the testbed.
     """
 
-    def tables() -> tuple[Tables, str]:
-        model, tokenizer = default_model()
-        ids = tokenize(tokenizer, default_text(), chosen.tokens)
-        captured = _capture(model, ids, chosen, progress=progress)
-        made = _analyse({"": captured}, chosen.schemes, progress=progress)
-        del captured
-        loss_ids = ids[:, : chosen.loss_tokens]
-        made["loss"] = measure.loss_table(model, loss_ids, chosen.loss_schemes, progress=progress)
-        return made | standing_tables(), source(chosen.tokens)
+    def measured() -> Results:
+        studies = [_study(subject, chosen, progress=progress) for subject in SUBJECTS]
+        return Results(studies, standing_tables())
 
-    return _write(out, tables, progress=progress)
+    return _write(out, measured, progress=progress)
+
+
+def _study(subject: Subject, chosen: Settings, *, progress: bool) -> Study:
+    if subject.longest:
+        chosen = replace(chosen, tokens=min(chosen.tokens, subject.longest))
+    model, tokenizer = subject.load()
+    ids = tokenize(tokenizer, default_text(), chosen.tokens)
+    captured = _capture(model, ids, chosen, progress=progress)
+    tables = _analyse({"": captured}, chosen.schemes, progress=progress)
+    # Hundreds of megabytes, which the loss does not need.
+    del captured
+    loss_ids = ids[:, : chosen.loss_tokens]
+    tables["loss"] = measure.loss_table(model, loss_ids, chosen.loss_schemes, progress=progress)
+    return Study(tables, source(chosen.tokens, subject), subject.model, subject.prefix)
 
 
 def make_capture_figures(
@@ -195,7 +233,11 @@ def make_capture_figures(
     ValueError
         ``out`` cannot be written, or the captures are of different models.
     """
-    return _write(out, lambda: (_analyse(captures, chosen.schemes, progress=progress), where), progress=progress)
+
+    def measured() -> Results:
+        return Results([Study(_analyse(captures, chosen.schemes, progress=progress), where)])
+
+    return _write(out, measured, progress=progress)
 
 
 def _analyse(captures: Mapping[str, Capture], schemes: Iterable[str], *, progress: bool) -> Tables:
@@ -215,16 +257,17 @@ def _over_texts(table: pd.DataFrame, value: str) -> pd.DataFrame:
     return table.groupby(by, sort=False)[value].mean().reset_index()
 
 
-def _write(out: Path, make_tables: Callable[[], tuple[Tables, str]], *, progress: bool) -> list[Path]:
-    """Make the tables, draw them, write all of it beside ``out``'s files and move it in at the end."""
+def _write(out: Path, measured: Callable[[], Results], *, progress: bool) -> list[Path]:
+    """Measure, draw, write all of it beside ``out``'s files and move it in at the end."""
     scratch = _scratch_folder(out)
     try:
-        tables, where = make_tables()
-        for name, table in tables.items():
+        results = measured()
+        for name, table in results.tables().items():
             table.to_csv(scratch / f"{name}.csv", index=False, float_format="%.6g")
-        for name, figure in tqdm(_draw(tables, where).items(), desc="drawing", unit="figure", disable=not progress):
+        for name, figure in tqdm(results.draw().items(), desc="drawing", unit="figure", disable=not progress):
             plots.save(figure, scratch / name)
-        (scratch / "summary.md").write_text(summarise(tables, where), encoding="utf-8")
+        summary = summarise(results.studies, results.standing)
+        (scratch / "summary.md").write_text(summary, encoding="utf-8")
         made = sorted(scratch.iterdir())
         for path in made:
             if (out / path.name).is_dir():
@@ -247,33 +290,35 @@ def _scratch_folder(out: Path) -> Path:
         ) from None
 
 
-def _draw(tables: Tables, where: str) -> dict[str, Figure]:
+def _draw(study: Study) -> dict[str, Figure]:
+    """Draw the figures of one model's tables, by the tables' names."""
+    tables, where = study.tables, study.where
     key = tables["rounding"].iloc[0]
+    of_model = f", {study.model}" if study.model else ""
     figures = {
         "rounding": plots.plot_rounding(
             tables["rounding"],
-            title=f"One key in 4 bits: layer {key['layer']}, KV head {key['head']}, token {key['token']:,}",
+            title=f"One key in 4 bits: layer {key['layer']}, KV head {key['head']}, token {key['token']:,}{of_model}",
             source=f"The layer and head with the largest outlier ratio, its key of median error. {where}",
         ),
         "outliers": plots.plot_outliers(
             tables["outliers"],
             published("outliers"),
-            title="Rotation evens out the channels of the keys",
+            title=f"Channel outliers of the keys, raw and rotated{of_model}",
             source=f"{where} Diamonds: {WRITE_UP}.",
         ),
         "attention_error": plots.plot_attention_error(
             tables["attention_error"],
             published("attention_error"),
-            title="How far a stored cache moves the attention output",
+            title=f"How far a stored cache moves the attention output{of_model}",
             source=f"Positions in the last quarter of the context. {where}",
         ),
     }
     if "loss" in tables:
-        title = "What each stored cache costs in loss"
         tokens = tables["loss"]["tokens"].iloc[0]
         figures["loss"] = plots.plot_loss(
-            tables["loss"], title=title, source=f"The first {tokens:,} tokens only. {where}"
+            tables["loss"],
+            title=f"What each stored cache costs in loss{of_model}",
+            source=f"The first {tokens:,} tokens only. {where}",
         )
-    if "capacity" in tables:
-        figures |= draw_standing(tables)
     return figures

@@ -12,6 +12,7 @@ from kvlab.models.kolibri1_config import kolibri1_config
 from kvlab.overview import overview_source, overview_table
 from kvlab.step_model import step_model_table
 from kvlab.tables import WRITE_UP, data_folder, measured, published
+from kvlab.testbed.loading import MODEL_NAME, loss_curve
 
 CONTEXTS = tuple(2**power for power in range(12, 21))
 """Tokens, 4k to 1M."""
@@ -21,6 +22,8 @@ STEP_CONTEXT, STEP_SESSIONS = 65_536, (1, 8, 32, 64)
 """Tokens, the write-up's shorter context, and sessions of the steps whose parts are drawn."""
 THROUGHPUT = "throughput_h200"
 """The whole engine's, which takes GPUs that not every release had: drawn once it is in ``data/measured``."""
+TRAINED_ON = "one NVIDIA H200, 2026-11-30"
+"""Where and when the testbed in ``data/testbed`` was trained."""
 
 
 def standing_tables() -> dict[str, pd.DataFrame]:
@@ -38,6 +41,7 @@ def standing_tables() -> dict[str, pd.DataFrame]:
         "capacity_gain": capacity.gain_table(published("capacity")["context"], CACHE_GB, tp=2),
         "ruler": published("ruler"),
         "gpqa": published("gpqa"),
+        "testbed_training": loss_curve(),
     }
 
 
@@ -86,6 +90,11 @@ def draw_standing(tables: Mapping[str, pd.DataFrame]) -> dict[str, Figure]:
             published("gpqa_difference"),
             title="GPQA Diamond: stock and rotated INT4, run by run",
             source=f"{WRITE_UP}.",
+        ),
+        "testbed_training": plots.plot_training(
+            tables["testbed_training"],
+            title=f"Training of {MODEL_NAME}, 18 M parameters of Kolibri-1's architecture",
+            source=f"Measured: {TRAINED_ON}.",
         ),
     }
     if throughput is not None:

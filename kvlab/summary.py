@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import pandas as pd
 
 from kvlab import measure
 from kvlab.measure.outliers import layers_lowered_by_folding
+from kvlab.subjects import Study
 from kvlab.tables import WRITE_UP, published
 
 STANDING = {
@@ -17,20 +20,33 @@ STANDING = {
     "capacity_gain": "how many more sessions fit, computed and published",
     "ruler": "RULER by context length, published",
     "gpqa": "GPQA Diamond by run, published",
+    "testbed_training": "how the testbed's training went, measured",
 }
 """Figures that no model was run for here → what they show."""
 
 
-def summarise(tables: dict[str, pd.DataFrame], where: str) -> str:
+def summarise(studies: Sequence[Study], standing: Mapping[str, pd.DataFrame]) -> str:
     """Return the numbers a reader asks for first, as Markdown.
 
     Parameters
     ----------
-    tables
-        ``rounding``, ``outliers``, ``attention_error`` and, where it was measured, ``loss``.
-    where
-        Model, text, machine and date.
+    studies
+        The first in full, each other one in a short part.
+    standing
+        From `kvlab.standing_figures.standing_tables`, or nothing.
     """
+    first, *others = studies
+    lines = _first_lines(first.tables, first.where)
+    for study in others:
+        lines += _short_lines(study)
+    if "capacity" in standing:
+        lines += _capacity_lines(standing["capacity"])
+    if shown := [f"| `{name}` | {shows} |" for name, shows in STANDING.items() if name in standing]:
+        lines += ["", "## Elsewhere", "| figure | shows |", "|---|---|", *shown]
+    return "\n".join(lines) + "\n"
+
+
+def _first_lines(tables: Mapping[str, pd.DataFrame], where: str) -> list[str]:
     outliers = tables["outliers"].groupby("form")["ratio"].agg(["max", "mean"])
     rounding = tables["rounding"].groupby("state")["relative_error"].first()
     errors = tables["attention_error"]
@@ -78,11 +94,37 @@ def summarise(tables: dict[str, pd.DataFrame], where: str) -> str:
     ]
     if "loss" in tables:
         lines += _loss_lines(tables["loss"].set_index("scheme"))
-    if "capacity" in tables:
-        lines += _capacity_lines(tables["capacity"])
-    if others := [f"| `{name}` | {shows} |" for name, shows in STANDING.items() if name in tables]:
-        lines += ["", "## Kolibri-1 elsewhere", "| figure | shows |", "|---|---|", *others]
-    return "\n".join(lines) + "\n"
+    return lines
+
+
+def _short_lines(study: Study) -> list[str]:
+    """Return a table of errors and losses, and one line of outliers."""
+    errors = study.tables["attention_error"].pivot_table(index="scheme", columns="stored", values="error")
+    bits = study.tables["attention_error"].query("stored == 'KV'").groupby("scheme")["bits"].first()
+    loss = study.tables["loss"].set_index("scheme")
+    largest = study.tables["outliers"].groupby("form")["ratio"].max()
+    lowered, layers = layers_lowered_by_folding(study.tables["outliers"])
+    rounding = study.tables["rounding"].groupby("state")["relative_error"].first()
+    lines = [
+        "",
+        f"## {study.model} (`{study.prefix}*`)",
+        study.where,
+        "",
+        f"Outlier ratio of the worst layer: raw {largest['raw']:.2f}, rotated {largest['rotated']:.2f}; without the "
+        f"QK-norm gain lower in {lowered} of {layers} layers. One key in 4 bits: relative error "
+        f"{rounding['before rotation']:.1%} before the rotation, {rounding['after rotation']:.1%} after. "
+        f"Loss over the first {loss['tokens'].iloc[0]:,} tokens: {loss.loc['exact', 'loss']:.4f} nats per token with "
+        "an exact cache.",
+        "",
+        "| scheme | bits | keys stored | values stored | both | increase of the loss | ± (95%, over tokens) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in errors.sort_values("K").iterrows():
+        cost = "– | –"
+        if name in loss.index:
+            cost = f"{loss.loc[name, 'increase']:+.4f} | {1.96 * loss.loc[name, 'standard_error']:.4f}"
+        lines.append(f"| {name} | {bits[name]:.2f} | {row['K']:.2%} | {row['V']:.2%} | {row['KV']:.2%} | {cost} |")
+    return lines
 
 
 def _loss_lines(loss: pd.DataFrame) -> list[str]:

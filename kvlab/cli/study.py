@@ -22,7 +22,7 @@ def figures(
         str | None, typer.Option(help="For captures: cuda or cpu; default: cuda where there is one.")
     ] = None,
 ) -> None:
-    """Measure the embedded default model (or captures) and draw every figure, with its numbers."""
+    """Measure the embedded default model and the testbed (or captures) and draw every figure, with its numbers."""
     from kvlab import capture_files, measure_job
     from kvlab.capture_job import choose_device
     from kvlab.figures import FULL, QUICK, make_capture_figures, make_figures

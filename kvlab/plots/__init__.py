@@ -14,6 +14,7 @@ from kvlab.plots.seeds import plot_seed_spread
 from kvlab.plots.step_model import plot_step_model
 from kvlab.plots.style import save, scheme_color, style
 from kvlab.plots.throughput import engine_of, plot_throughput
+from kvlab.plots.training import plot_training
 
 __all__ = [
     "engine_of",
@@ -32,6 +33,7 @@ __all__ = [
     "plot_step_model",
     "plot_store_times",
     "plot_throughput",
+    "plot_training",
     "run_of",
     "save",
     "scheme_color",

@@ -56,10 +56,12 @@ def plot_attention_error(
         _draw_layers(top.subplots(), table[table["stored"] == panels[0]], panels[0])
         axes = bottom.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
         for ax, stored in zip(axes, panels, strict=True):
-            _draw_schemes(ax, table[table["stored"] == stored], order)
-            ax.set_title(PANELS[stored].capitalize(), fontsize=10)
+            theirs = {}
             if published is not None:
-                _draw_published(ax, published[published["stored"] == stored], order)
+                theirs = published[published["stored"] == stored].set_index("scheme")["error"].to_dict()
+            _draw_schemes(ax, table[table["stored"] == stored], order, theirs)
+            _draw_published(ax, theirs, order)
+            ax.set_title(PANELS[stored].capitalize(), fontsize=10)
         _share_errors(axes[0], table["error"])
         axes[0].set_yticks(range(len(order)), [f"{name}  ({bits:.2f} b)" for name, bits in order.items()])
         for label, name in zip(axes[0].get_yticklabels(), order, strict=True):
@@ -95,13 +97,14 @@ def _draw_layers(ax: Axes, table: pd.DataFrame, stored: str) -> None:
     ax.set_xticks(layer_ticks(errors.index))
 
 
-def _draw_schemes(ax: Axes, table: pd.DataFrame, order: dict[str, float]) -> None:
+def _draw_schemes(ax: Axes, table: pd.DataFrame, order: dict[str, float], published: dict[str, float]) -> None:
     for row, name in enumerate(order):
         errors = table.loc[table["scheme"] == name, "error"]
         color = scheme_color(name)
         ax.plot(errors, [row] * len(errors), "o", markersize=3, alpha=0.35, color=color, markeredgewidth=0)
         ax.plot([errors.mean()] * 2, [row - 0.32, row + 0.32], color=color, linewidth=3, solid_capstyle="butt")
-        direct_label(ax, errors.max(), row, f"{errors.mean():.2%}", color)
+        # Behind the last mark of the row, a diamond included.
+        direct_label(ax, max(errors.max(), published.get(name, 0)), row, f"{errors.mean():.2%}", color)
     ax.set_xscale("log")
     ax.set_xlabel("error (log scale)")
     ax.set_ylim(-0.7, len(order) - 0.3)
@@ -120,12 +123,11 @@ def _share_errors(ax: Axes, errors: pd.Series) -> None:
     ax.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw_published(ax: Axes, published: pd.DataFrame, order: dict[str, float]) -> None:
-    rows = list(order)
-    for _, point in published.iterrows():
-        if point["scheme"] not in order:
+def _draw_published(ax: Axes, published: dict[str, float], order: dict[str, float]) -> None:
+    for y, name in enumerate(order):
+        if name not in published:
             continue
-        x, y = point["error"], rows.index(point["scheme"])
+        x = published[name]
         ax.plot(x, y, "D", markersize=7, markerfacecolor="white", color=INK, zorder=3)
-        text = f"published {point['error']:.1%}"
+        text = f"published {x:.1%}"
         ax.annotate(text, (x, y), xytext=(0, 6), textcoords="offset points", ha="center", va="bottom", fontsize=7)

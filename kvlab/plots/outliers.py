@@ -62,13 +62,15 @@ def plot_outliers(
         for form in forms:
             ax.plot(ratios.index, ratios[form], linewidth=1.3, markersize=5, **FORM_STYLES[form])
         ends = ratios[forms].iloc[-1]
-        for form, y in spread(ends.to_dict(), ratios[forms].to_numpy().max() * 0.05).items():
+        # Labels are as far apart as the axis asks for, which the published bounds may stretch.
+        top = max(ratios[forms].to_numpy().max(), 0 if published is None else published["max_ratio"].max())
+        for form, y in spread(ends.to_dict(), top * 0.05).items():
             direct_label(ax, ratios.index[-1], y, SHORT.get(form, form), FORM_STYLES[form]["color"])
         ax.plot(ratios.index[[0, -1]], [1, 1], color=FAINT, linewidth=0.9, linestyle=":")
         ax.text(ratios.index[0], 1, "all channels equal", color=FAINT, fontsize=8, va="bottom")
         span = max(ratios.index[-1] - ratios.index[0], 1)
         if published is not None:
-            x = ratios.index[-1] + 0.19 * span
+            x = ratios.index[-1] + 0.25 * span
             ax.axvline(x - 0.03 * span, color="#dddddd", linewidth=0.8)
             for _, row in published.iterrows():
                 color = FORM_STYLES[row["keys"]]["color"]
@@ -82,7 +84,7 @@ def plot_outliers(
             ylim=(0, None),
             xlim=(
                 ratios.index[0] - 0.03 * span - 0.2,
-                ratios.index[-1] + (0.36 if published is not None else 0.2) * span,
+                ratios.index[-1] + (0.42 if published is not None else 0.2) * span,
             ),
         )
         ax.set_xticks(layer_ticks(ratios.index))

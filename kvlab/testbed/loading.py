@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pandas as pd
 import torch
 
 from kvlab.tables import data_folder
@@ -27,6 +28,23 @@ def checkpoint_folder() -> Path:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no checkpoint; accepted: a checkout, or a wheel, with the testbed")
     return folder
+
+
+def loss_curve() -> pd.DataFrame:
+    """Read how the testbed's training went.
+
+    Returns
+    -------
+    pandas.DataFrame
+        A row every 25 steps, `kvlab.testbed.training.CURVE_COLUMNS`: ``tokens`` and ``seconds`` so far, ``length`` of
+        the sequences, losses in nats a token, of held-out text every 100 steps.
+
+    Raises
+    ------
+    FileNotFoundError
+        This installation lacks it.
+    """
+    return pd.read_csv(checkpoint_folder() / "loss.csv")
 
 
 def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> Kolibri1ForCausalLM:

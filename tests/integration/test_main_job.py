@@ -6,22 +6,23 @@ import pytest
 
 from kvlab import figures
 from kvlab.cli import main
+from kvlab.subjects import TESTBED, Study
 
 pytestmark = pytest.mark.integration
 
+OF_A_MODEL = ("attention_error", "loss", "outliers", "rounding")
 NAMES = (
-    "attention_error",
+    *OF_A_MODEL,
+    *(f"testbed_{name}" for name in OF_A_MODEL),
     "capacity",
     "capacity_gain",
     "gpqa",
     "kernels_decode",
     "kernels_store",
-    "loss",
-    "outliers",
     "overview",
-    "rounding",
     "ruler",
     "step_model",
+    "testbed_training",
     "throughput",
 )
 
@@ -59,6 +60,34 @@ def test_the_summary_tells_measured_from_published(folder):
     assert "| 5.7% |" in next(line for line in summary.splitlines() if line.startswith("| hadamard-int4 |"))
 
 
+def test_the_testbed_is_told_from_kolibri_1_and_from_smollm2(folder):
+    errors = pd.read_csv(folder / "testbed_attention_error.csv")
+    assert set(errors["layer"]) == {4, 9} and set(errors["scheme"]) == set(figures.QUICK_SCHEMES)
+    for name in OF_A_MODEL:
+        svg = (folder / f"testbed_{name}.svg").read_text()
+        assert "kvlab-testbed" in svg and "not Kolibri-1" in svg and "SmolLM2" not in svg
+        assert "kvlab-testbed" not in (folder / f"{name}.svg").read_text()
+    _, part = (folder / "summary.md").read_text().split("## kvlab-testbed (`testbed_*`)")
+    row = next(line for line in part.splitlines() if line.startswith("| hadamard-int4 | 4.25 |"))
+    mean = errors.query("scheme == 'hadamard-int4' and stored == 'K'")["error"].mean()
+    loss = pd.read_csv(folder / "testbed_loss.csv").set_index("scheme")["increase"]["hadamard-int4"]
+    assert f"| {mean:.2%} |" in row and f"| {loss:+.4f} |" in row
+
+
+def test_a_subject_bounds_the_context(monkeypatch):
+    captured = []
+
+    def capture(_model, ids, chosen, *, progress):
+        captured.append((ids.shape[1], chosen.tokens))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figures, "_capture", capture)
+    for chosen in (figures.FULL, figures.QUICK):
+        with pytest.raises(KeyboardInterrupt):
+            figures._study(TESTBED, chosen, progress=False)
+    assert captured == [(TESTBED.longest, TESTBED.longest), (figures.QUICK.tokens, figures.QUICK.tokens)]
+
+
 def test_a_failure_leaves_nothing(monkeypatch, tmp_path, capsys):
     def fail(*_args, **_kwargs):
         raise ValueError("no luck")
@@ -73,8 +102,8 @@ def test_a_failure_leaves_nothing(monkeypatch, tmp_path, capsys):
 
 
 def test_a_folder_in_the_way_is_noticed_before_any_file_moves(folder, monkeypatch, tmp_path):
-    tables = {name: pd.read_csv(folder / f"{name}.csv") for name in NAMES}
+    study = Study({name: pd.read_csv(folder / f"{name}.csv") for name in OF_A_MODEL}, "somewhere")
     (tmp_path / "rounding.csv").mkdir()
     with pytest.raises(ValueError, match=r"out has a folder 'rounding\.csv' where a file goes"):
-        figures._write(tmp_path, lambda: (tables, "somewhere"), progress=False)
+        figures._write(tmp_path, lambda: figures.Results([study]), progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["rounding.csv"]

@@ -30,3 +30,12 @@ def test_a_roundtrip_costs_at_most_three_plain_rotations():
     # A busy machine can only add time; the best of three tries is the nearest to the truth.
     ratio = min(seconds(lambda: side.roundtrip(x)) / seconds(lambda: x @ rotation.T) for _ in range(3))
     assert ratio < 3
+
+
+def test_the_testbed_loads_in_three_seconds():
+    """Without the imports, which a first load pays for; an absolute bound, since it is what a notebook waits for."""
+    from kvlab.testbed.loading import load_testbed
+
+    load_testbed()
+    # Of the best of five: a busy machine can only add time.
+    assert min(seconds(load_testbed, repeats=1) for _ in range(5)) < 3

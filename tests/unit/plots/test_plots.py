@@ -107,6 +107,20 @@ def test_attention_error_marks_only_what_was_published():
     assert any("hadamard-int4, mean 2.9%" in text for text in texts(layers))
 
 
+def test_a_published_mark_hides_no_label():
+    _, keys, *_ = plots.plot_attention_error(error_table(), published("attention_error")).axes
+    last = {each.get_text(): each.xy[0] for each in keys.texts if not each.get_text().startswith("published")}
+    # int4's layers end at 2.4%, its published figure is 9.8%; "mine" has none.
+    assert last == {"1.90%": 0.098, "2.90%": 0.057, "3.90%": pytest.approx(0.044), "4.90%": pytest.approx(0.054)}
+
+
+def test_labels_of_outliers_are_apart_on_the_axis_that_the_published_stretch():
+    flat = outlier_table().assign(ratio=1.5)
+    (ax,) = plots.plot_outliers(flat, published("outliers")).axes
+    first, second = sorted(each.xy[1] for each in ax.texts if each.get_text() in ("raw", "rotated"))
+    assert second - first == pytest.approx(0.05 * published("outliers")["max_ratio"].max())
+
+
 def test_attention_error_draws_what_the_table_has():
     table = error_table(("int4", "mine"))
     figure = plots.plot_attention_error(table[table["stored"] == "K"])
