@@ -81,6 +81,15 @@ def export(
 
 
 @testbed_app.command()
+def bf16(out: Annotated[Path, typer.Option(help="A new folder for the checkpoint.")]) -> None:
+    """Write the trained testbed in BF16, to be served: vLLM does not multiply FP8 weights of experts as narrow."""
+    from kvlab.testbed.export import write_bf16
+
+    write_bf16(out)
+    typer.echo(out)
+
+
+@testbed_app.command()
 def score(
     run: RunOption,
     prepared: PreparedOption,

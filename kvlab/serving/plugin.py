@@ -52,6 +52,7 @@ def verify_and_update_config(vllm_config: VllmConfig) -> None:
 
 def why_not(vllm_config: VllmConfig) -> str | None:
     """Return what is in the way of the 4-bit cache, in one line, or None."""
+    import torch
     import vllm
     from vllm.platforms import current_platform
 
@@ -62,6 +63,10 @@ def why_not(vllm_config: VllmConfig) -> str | None:
     connector = vllm_config.kv_transfer_config and vllm_config.kv_transfer_config.kv_connector
     reasons = (
         (not vllm.__version__.startswith(VLLM_VERSION), f"vLLM is {vllm.__version__}; accepted: {VLLM_VERSION}x"),
+        (
+            vllm_config.model_config.dtype != torch.bfloat16,
+            f"--dtype is {vllm_config.model_config.dtype}; accepted: bfloat16, which the kernels read",
+        ),
         (
             cache_dtype not in accepted,
             f"--kv-cache-dtype is {cache_dtype}; accepted: {' or '.join(accepted)}, for the sliding-window layers",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,8 @@ from kvlab.models.dequantize import BLOCK
 from kvlab.models.kolibri1_config import disk_config
 from kvlab.models.kolibri1_layout import TensorSpec, embedding_specs, head_specs, layer_specs
 from kvlab.paths import check_out
+from kvlab.testbed.loading import checkpoint_folder, load_checkpoint
+from kvlab.testbed.prepared import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from transformers import Kolibri1ForCausalLM
@@ -89,6 +93,40 @@ def export(model: Kolibri1ForCausalLM, folder: Path, *, dtype: str = "fp8") -> N
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     ends = {"eos_token_id": model.config.eos_token_id, "pad_token_id": model.config.eos_token_id}
     (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
+
+
+def write_bf16(folder: Path) -> None:
+    """Write the trained testbed in BF16, ready to be served.
+
+    vLLM multiplies FP8 weights in blocks of 128 columns, where the testbed's experts have 16, and on CPUs with AMX only.
+
+    Each weight is the FP8 checkpoint's code times its block's scale, rounded to BF16.
+
+    Parameters
+    ----------
+    folder
+        Gets what `export` writes, and the tokenizer; it appears whole or not at all.
+
+    Raises
+    ------
+    FileNotFoundError
+        This installation lacks the testbed.
+    ValueError
+        ``folder`` is not empty, or cannot be written.
+    """
+    check_out(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"out is {str(folder)!r}, which is not empty; accepted: an empty folder, or a new one")
+    shipped = checkpoint_folder()
+    folder = folder.absolute()
+    scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        export(load_checkpoint(shipped), scratch, dtype="bf16")
+        for name in TOKENIZER_FILES:
+            shutil.copyfile(shipped / name, scratch / name)
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _tensors(model: Kolibri1ForCausalLM, dtype: str) -> list[tuple[str, torch.Tensor]]:

@@ -12,9 +12,10 @@ from kvlab.models.checkpoint import CheckpointFiles
 from kvlab.models.dequantize import dequantize
 from kvlab.testbed import export as exporting
 from kvlab.testbed.config import default_config
-from kvlab.testbed.export import LARGEST, export, quantize_blocks
+from kvlab.testbed.export import LARGEST, export, quantize_blocks, write_bf16
 from kvlab.testbed.loading import checkpoint_folder, load_checkpoint
 from kvlab.testbed.model import training_model
+from kvlab.testbed.prepared import TOKENIZER_FILES
 
 pytestmark = pytest.mark.unit
 
@@ -99,3 +100,33 @@ def test_an_installation_without_the_testbed_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr("kvlab.testbed.loading.data_folder", lambda: tmp_path)
     with pytest.raises(FileNotFoundError, match="holds no checkpoint; accepted: a checkout, or a wheel"):
         checkpoint_folder()
+
+
+@pytest.fixture
+def shipped(model, tmp_path, monkeypatch):
+    folder = tmp_path / "testbed"
+    export(model, folder)
+    for name in TOKENIZER_FILES:
+        (folder / name).write_text(name)
+    monkeypatch.setattr("kvlab.testbed.loading.data_folder", lambda: tmp_path)
+    return folder
+
+
+def test_the_testbed_in_bf16_has_the_fp8_checkpoints_weights(shipped, tmp_path):
+    out = tmp_path / "bf16"
+    write_bf16(out)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert [(out / name).read_text() for name in TOKENIZER_FILES] == list(TOKENIZER_FILES)
+    written = load_checkpoint(out).state_dict()
+    for name, tensor in load_checkpoint(shipped).state_dict().items():
+        exact = "correction_bias" in name
+        assert torch.equal(written[name], tensor if exact else tensor.to(torch.bfloat16).float()), name
+
+
+def test_a_bf16_checkpoint_is_whole_or_not_there(shipped, tmp_path):
+    (shipped / TOKENIZER_FILES[-1]).unlink()
+    with pytest.raises(FileNotFoundError):
+        write_bf16(tmp_path / "bf16")
+    assert list(tmp_path.iterdir()) == [shipped]
+    with pytest.raises(ValueError, match="which is not empty; accepted: an empty folder, or a new one"):
+        write_bf16(shipped)
