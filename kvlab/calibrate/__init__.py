@@ -4,7 +4,7 @@
 a matrix per layer and KV head instead of a seed; the README of this folder derives them.
 """
 
-from kvlab.calibrate.bound import bound_table, rate_distortion_error
+from kvlab.calibrate.bound import bound_table, rate_distortion_error, seen_energies, spectrum_table
 from kvlab.calibrate.calibrating import calibrate
 from kvlab.calibrate.closed_forms import balanced, channel_scales, plain, query_basis, scaled_query_basis
 from kvlab.calibrate.compose import calibrated_scheme, fitted_scheme
@@ -44,6 +44,8 @@ __all__ = [
     "rate_distortion_error",
     "scaled_query_basis",
     "search_seeds",
+    "seen_energies",
+    "spectrum_table",
     "unequal",
     "uniform_sample",
     "weighted_key_error",

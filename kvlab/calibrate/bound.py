@@ -50,8 +50,7 @@ def rate_distortion_error(sample: KeySample, bits: float) -> torch.Tensor:
     """
     if check_number(bits, "bits") <= 0:
         raise ValueError(f"bits is {bits}; accepted: more than 0")
-    root = _square_root(sample.covariance)
-    seen = torch.linalg.eigvalsh(root @ sample.moment @ root).clamp_(min=0).flip(-1)
+    seen = seen_energies(sample)
     # With the n strongest directions coded, their logarithms less θ's add up to twice the bits.
     head_dim = seen.shape[-1]
     counts = torch.arange(1, head_dim + 1, dtype=torch.float64)
@@ -60,6 +59,18 @@ def rate_distortion_error(sample: KeySample, bits: float) -> torch.Tensor:
     coded = (seen.log2() > levels).sum(-1, keepdim=True).clamp_(min=1)
     theta = levels.gather(-1, coded - 1).exp2()
     return (torch.minimum(seen, theta).sum(-1) / seen.sum(-1)).sqrt()
+
+
+def seen_energies(sample: KeySample) -> torch.Tensor:
+    """Mean squares of the scores by direction: the eigenvalues of C^½ M C^½.
+
+    Returns
+    -------
+    torch.Tensor
+        float64 ``[num_kv_heads, head_dim]``, the largest first, adding up to the sample's score energy.
+    """
+    root = _square_root(sample.covariance)
+    return torch.linalg.eigvalsh(root @ sample.moment @ root).clamp_(min=0).flip(-1)
 
 
 def _square_root(covariance: torch.Tensor) -> torch.Tensor:
@@ -104,3 +115,35 @@ def bound_table(captures: Capture | Iterable[Capture], scheme: str | Scheme = "h
         columns = zip(*(error.tolist() for error in errors.values()), strict=True)
         rows += [(layer, head, *row) for head, row in enumerate(columns)]
     return pd.DataFrame(rows, columns=["layer", "head", *errors])
+
+
+def spectrum_table(captures: Capture | Iterable[Capture], scheme: str | Scheme = "hadamard-int4") -> pd.DataFrame:
+    """List what queries see of the keys about their mean, direction by direction.
+
+    Parameters
+    ----------
+    captures
+        One or more captures of one model.
+    scheme
+        Decides whether the keys are those before their gain.
+
+    Returns
+    -------
+    pandas.DataFrame
+        ``layer``, ``head``, ``direction`` (from 1 on, the strongest first) and ``share`` of the scores' energy, by
+        `mixed_sample` and `seen_energies`; a head's shares add up to 1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``captures`` are none or do not fit together, or a layer's queries or keys have no energy.
+    """
+    rows = []
+    for layer, own in full_layers(captures).items():
+        sample = mixed_sample(own, get_scheme(scheme))
+        seen = seen_energies(sample.minus(sample.mean))
+        shares = (seen / seen.sum(-1, keepdim=True)).tolist()
+        rows += [
+            (layer, head, direction, share) for head, row in enumerate(shares) for direction, share in enumerate(row, 1)
+        ]
+    return pd.DataFrame(rows, columns=["layer", "head", "direction", "share"])

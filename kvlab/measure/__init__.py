@@ -2,6 +2,7 @@
 
 from kvlab.measure.attention import STORED, attention_error_table, attention_output_error, layer_errors
 from kvlab.measure.captures import measure_captures, over_texts
+from kvlab.measure.channels import channel_table
 from kvlab.measure.loss import loss_table, token_losses
 from kvlab.measure.outliers import layers_lowered_by_folding, outlier_ratio, outlier_table
 from kvlab.measure.rounding import median_token, relative_error, rounding_table
@@ -10,6 +11,7 @@ __all__ = [
     "STORED",
     "attention_error_table",
     "attention_output_error",
+    "channel_table",
     "layer_errors",
     "layers_lowered_by_folding",
     "loss_table",

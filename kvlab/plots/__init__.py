@@ -3,6 +3,7 @@
 from kvlab.plots.ablation import plot_ablation
 from kvlab.plots.attention_error import plot_attention_error
 from kvlab.plots.capacity import plot_session_gain, plot_session_sizes
+from kvlab.plots.channels import plot_channels
 from kvlab.plots.gpqa import plot_gpqa
 from kvlab.plots.kernels import plot_decode_times, plot_store_times, run_of
 from kvlab.plots.loss import plot_loss
@@ -11,6 +12,7 @@ from kvlab.plots.overview import plot_overview
 from kvlab.plots.rounding import plot_rounding
 from kvlab.plots.ruler import plot_ruler
 from kvlab.plots.seeds import plot_seed_spread
+from kvlab.plots.spectrum import plot_spectrum
 from kvlab.plots.step_model import plot_step_model
 from kvlab.plots.style import save, scheme_color, style
 from kvlab.plots.throughput import engine_of, plot_throughput
@@ -20,6 +22,7 @@ __all__ = [
     "engine_of",
     "plot_ablation",
     "plot_attention_error",
+    "plot_channels",
     "plot_decode_times",
     "plot_gpqa",
     "plot_loss",
@@ -30,6 +33,7 @@ __all__ = [
     "plot_seed_spread",
     "plot_session_gain",
     "plot_session_sizes",
+    "plot_spectrum",
     "plot_step_model",
     "plot_store_times",
     "plot_throughput",

@@ -21,6 +21,7 @@ FIGURES = {
     "11-gpqa",
     "12-overview",
     "13-key-maps",
+    "14-testbed",
 }
 
 

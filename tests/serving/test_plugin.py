@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="needs vLLM: .ci/install-serving-cpu installs its CPU build")
 pytest.importorskip("aleph_alpha_inference", reason="needs the model's own plugin")
@@ -23,6 +24,7 @@ def config(option=None, **changes):
         "speculative": None,
         "connector": None,
         "sleep": False,
+        "dtype": torch.bfloat16,
     } | changes
     connector = values["connector"]
     return SimpleNamespace(
@@ -37,7 +39,9 @@ def config(option=None, **changes):
         speculative_config=values["speculative"],
         kv_transfer_config=connector and SimpleNamespace(kv_connector=connector),
         model_config=SimpleNamespace(
-            enable_sleep_mode=values["sleep"], hf_config=SimpleNamespace(architectures=[plugin.STOCK])
+            enable_sleep_mode=values["sleep"],
+            dtype=values["dtype"],
+            hf_config=SimpleNamespace(architectures=[plugin.STOCK]),
         ),
     )
 
@@ -70,6 +74,7 @@ def test_with_it_the_model_is_the_librarys(changes):
     ("changes", "message"),
     [
         ({"cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype is fp8_e5m2; accepted: fp8"),
+        ({"dtype": torch.float32}, "--dtype is torch.float32; accepted: bfloat16"),
         ({"skip_layers": ["3"]}, "--kv-cache-dtype-skip-layers is given"),
         ({"hybrid_off": True}, "the hybrid KV cache manager is off; accepted: on"),
         ({"pipeline": 2}, "--pipeline-parallel-size is 2; accepted: 1"),

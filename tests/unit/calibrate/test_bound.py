@@ -1,12 +1,14 @@
 """The rate–distortion bound: known cases, its defining equation, and that no code of ours is below it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.calibrate import KeySample, balanced, expected_error
-from kvlab.calibrate.bound import bound_table, rate_distortion_error
+from kvlab.calibrate.bound import bound_table, rate_distortion_error, seen_energies, spectrum_table
 from kvlab.transforms import randomized_hadamard
 
 pytestmark = pytest.mark.unit
@@ -76,3 +78,34 @@ def test_the_table_has_a_row_a_head_in_one_unit(capture_of):
     # unit of the first all of these would be equal.
     larger = bound_table(capture_of(offset=6.0))
     assert (larger["bound"] < 0.8 * table["bound"]).all()
+
+
+def test_seen_energies_are_those_of_the_scores():
+    sample = gaussian(torch.logspace(-1, 1, HEAD_DIM), torch.logspace(1, 0, HEAD_DIM))
+    seen = seen_energies(sample)
+    assert (seen.diff() <= 0).all()
+    # The trace of a product, by two ways in float64.
+    assert seen.sum().item() == pytest.approx(sample.score_energy.item(), rel=1e-10)
+
+
+def test_seen_energies_do_not_change_with_the_basis():
+    sample = gaussian(torch.logspace(-1, 1, HEAD_DIM), torch.logspace(1, 0, HEAD_DIM))
+    rotation = randomized_hadamard(HEAD_DIM, 0).double()
+    turned = replace(
+        sample,
+        keys=(sample.keys.double() @ rotation.mT).float(),
+        covariance=rotation @ sample.covariance @ rotation.mT,
+    )
+    # The keys of the second sample are rounded to float32: 2⁻²⁴ of each, twice that in squares, of the strongest.
+    torch.testing.assert_close(
+        seen_energies(turned), seen_energies(sample), rtol=0, atol=2**-22 * seen_energies(sample).max().item()
+    )
+
+
+def test_the_spectrum_of_keys_has_no_mean_in_it(capture_of):
+    table, shifted = spectrum_table(capture_of()), spectrum_table(capture_of(offset=3.0))
+    assert table.groupby(["layer", "head"])["share"].sum().tolist() == pytest.approx([1] * 4, rel=1e-12)
+    assert table["direction"].tolist() == [*range(1, HEAD_DIM + 1)] * 4
+    # A constant added to all keys moves a query's scores alike, so attention is the same; scores of some 50 are rounded
+    # to float32, 2⁻²⁴ of that, and weights by as much: 1e-5, in squares and sums a few times that.
+    assert shifted["share"].to_numpy() == pytest.approx(table["share"].to_numpy(), abs=1e-4 * table["share"].max())
