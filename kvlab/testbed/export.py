@@ -98,9 +98,8 @@ def export(model: Kolibri1ForCausalLM, folder: Path, *, dtype: str = "fp8") -> N
 def write_bf16(folder: Path) -> None:
     """Write the trained testbed in BF16, ready to be served.
 
-    vLLM multiplies FP8 weights in blocks of 128 columns, where the testbed's experts have 16, and on CPUs with AMX only.
-
-    Each weight is the FP8 checkpoint's code times its block's scale, rounded to BF16.
+    vLLM multiplies FP8 weights in blocks of 128 columns, where the testbed's experts have 16, and on CPUs with AMX
+    only. Each weight is the FP8 checkpoint's code times its block's scale, rounded to BF16.
 
     Parameters
     ----------
