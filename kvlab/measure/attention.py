@@ -8,7 +8,7 @@ from typing import Literal
 import pandas as pd
 import torch
 
-from kvlab.checks import check_choice, check_finite, check_number, check_vectors
+from kvlab.checks import check_choice, check_finite, check_integer, check_number, check_vectors
 from kvlab.measure.layers import measurable_layers
 from kvlab.recording import Capture, LayerCapture, query_positions
 from kvlab.schemes import Scheme, StoredAs, get_scheme, get_schemes
@@ -43,17 +43,24 @@ class RunningAttention:
         self.shape = q.shape
         self.q = (q * scaling).reshape(num_kv_heads, -1, q.shape[-1])
         self.last = positions.repeat(len(q) // num_kv_heads)[:, None]
-        self.top = self.q.new_full((*self.q.shape[:2], 1), float("-inf"))
+        # Finite, so that a query may see nothing of a block and have seen nothing yet.
+        self.top = self.q.new_full((*self.q.shape[:2], 1), torch.finfo(torch.float32).min)
         self.mass = torch.zeros_like(self.top)
         self.sums: list[torch.Tensor] = []
 
-    def update(self, start: int, k: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-        """Attend to keys ``start`` … of ``k`` [num_kv_heads, block, head_dim]; ``values`` share the weights."""
+    def update(
+        self, start: int, k: torch.Tensor, values: Sequence[torch.Tensor], only: torch.Tensor | None = None
+    ) -> None:
+        """Attend to keys ``start`` … of ``k`` [num_kv_heads, block, head_dim]; ``values`` share the weights.
+
+        With ``only``, bool ``[queries of a KV head, block]``, each query sees but those of the keys.
+        """
         scores = self.q @ k.mT
         seen = torch.arange(start, start + k.shape[-2], device=k.device)
         if int(seen[-1]) > int(self.last.min()):
             scores.masked_fill_(seen > self.last, float("-inf"))
-        # Every query sees key 0, so the running maximum is finite from the first block on.
+        if only is not None:
+            scores.masked_fill_(~only, float("-inf"))
         top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
         shrink = torch.exp(self.top - top)
         weights = scores.sub_(top).exp_()
@@ -70,7 +77,12 @@ class RunningAttention:
 
 
 def layer_errors(
-    layer: LayerCapture, schemes: Iterable[str | Scheme], stored: Iterable[Stored] = STORED
+    layer: LayerCapture,
+    schemes: Iterable[str | Scheme],
+    stored: Iterable[Stored] = STORED,
+    *,
+    exact_first: int = 0,
+    exact_recent: int = 0,
 ) -> dict[tuple[str, Stored], float]:
     """Attention-output error of one captured layer under several schemes, which share the exact scores.
 
@@ -86,6 +98,9 @@ def layer_errors(
         Names or `Scheme` objects.
     stored
         Which of ``"K"``, ``"V"``, ``"KV"`` is replaced by its stored version.
+    exact_first, exact_recent
+        So many of the first tokens, and of the last that each query sees, itself among them, are not replaced: a cache
+        that keeps sinks and a window besides in full.
 
     Returns
     -------
@@ -95,11 +110,12 @@ def layer_errors(
     Raises
     ------
     TypeError, ValueError
-        An unknown scheme, two of one name or an unknown entry of ``stored``; a layer without a sampled
-        query position, or whose attention output is zero, so that nothing can be relative to it.
+        An unknown scheme, two of one name or an unknown entry of ``stored``; a number of tokens below 0; a layer
+        without a sampled query position, or whose attention output is zero, so that nothing can be relative to it.
     """
     schemes = get_schemes(schemes)
     stored = [check_choice(entry, "stored", STORED) for entry in stored]
+    kept = check_integer(exact_first, "exact_first", minimum=0), check_integer(exact_recent, "exact_recent", minimum=0)
     if not len(layer.positions):
         raise ValueError(
             f"layer {layer.index} has {layer.k.shape[-2]} tokens and no sampled query position; accepted: a capture "
@@ -108,7 +124,7 @@ def layer_errors(
     moved = dict.fromkeys(((scheme.name, entry) for scheme in schemes for entry in stored), 0.0)
     total = 0.0
     for item in range(layer.k.shape[0]):
-        exact, outputs = _outputs(layer, item, schemes, set(stored))
+        exact, outputs = _outputs(layer, item, schemes, set(stored), *kept)
         total += exact.double().square().sum().item()
         for key in moved:
             moved[key] += (outputs[key] - exact).double().square().sum().item()
@@ -118,7 +134,7 @@ def layer_errors(
 
 
 def _outputs(
-    layer: LayerCapture, item: int, schemes: list[Scheme], stored: set[Stored]
+    layer: LayerCapture, item: int, schemes: list[Scheme], stored: set[Stored], exact_first: int, exact_recent: int
 ) -> tuple[torch.Tensor, dict[tuple[str, Stored], torch.Tensor]]:
     """Exact output of batch item ``item``, and per (scheme, stored) the output with that stored."""
     k, v = layer.k[item], layer.v[item]
@@ -136,11 +152,18 @@ def _outputs(
     step = max(1, BLOCK_SCORES // (layer.q.shape[1] * len(layer.positions)))
     for start in range(0, min(tokens, int(layer.positions.max()) + 1), step):
         block = slice(start, start + step)
-        v_exact = v[:, block].float()
+        k_exact, v_exact = k[:, block].float(), v[:, block].float()
         v_stored = {side: read(block) for side, read in values.items()}
-        runs[0].update(start, k[:, block].float(), [v_exact, *(v_stored.values() if "V" in stored else ())])
-        for scheme, run, read in zip(with_keys, runs[1:], keys, strict=True):
-            run.update(start, read(block), [v_exact, *([v_stored[scheme.values]] if "KV" in stored else ())])
+        index = torch.arange(start, start + v_exact.shape[1], device=v.device)
+        near = (index < exact_first) | (runs[0].last - index < exact_recent)
+        far = ~near if near.any() else None
+        read_values = [[v_exact, *(v_stored.values() if "V" in stored else ())]]
+        read_values += [[v_exact, *([v_stored[scheme.values]] if "KV" in stored else ())] for scheme in with_keys]
+        read_keys = [lambda _block, exact=k_exact: exact, *keys]
+        for run, read, own in zip(runs, read_keys, read_values, strict=True):
+            run.update(start, read(block), own, far)
+            if far is not None:
+                run.update(start, k_exact, [v_exact] * len(own), near)
     exact, *with_v = runs[0].outputs()
     by_side = dict(zip(values, with_v, strict=False))
     outputs = {(scheme.name, "V"): by_side[scheme.values] for scheme in schemes if "V" in stored}

@@ -3,11 +3,11 @@ import dataclasses
 import pytest
 import torch
 
-from kvlab.calibrate import balanced, calibrate, fitted_scheme, key_means, search_seeds
+from kvlab.calibrate import Calibration, balanced, calibrate, calibrating, fitted_scheme, key_means, search_seeds
 from kvlab.calibrate.closed_forms import FINDERS
 from kvlab.calibrate.fit import fit_layer, rotation_matrix
 from kvlab.measure import layer_errors
-from kvlab.quantizers import AsymmetricInteger
+from kvlab.quantizers import AsymmetricInteger, UnequalInteger
 from kvlab.recording import Capture
 from kvlab.schemes import Scheme, StoredAs, get_scheme
 from kvlab.transforms import Center, Chain, Matrix, RandomizedHadamard
@@ -142,6 +142,48 @@ def test_without_centring_a_map_has_no_means(captures, holdout):
     found = calibrate(captures, holdout, seeds=2, finder="channel_scales", centre=False)
     assert found.key_means is None and found.key_maps is not None
     assert found.manifest["ingredients"] == ["rotation_seeds", "key_maps"]
+
+
+def test_unequal_bits_are_taken_where_they_help_what_was_held_out(captures, holdout, monkeypatch, tmp_path):
+    monkeypatch.setattr(calibrating, "FINE_COUNTS", (2, 3, 8))
+    found, plain = (calibrate(captures, holdout, seeds=2, finder=finder) for finder in ("unequal", "balanced"))
+    by_fine = {index: entry["errors_by_fine"] for index, entry in found.manifest["layers"].items()}
+    # 8 is half of this head_dim.
+    assert all(errors.keys() == {"0", "2", "3"} for errors in by_fine.values())
+    sums = {fine: sum(errors[fine] for errors in by_fine.values()) for fine in ("0", "2", "3")}
+    assert found.fine_channels == int(min(sums, key=sums.get))
+    for index, entry in found.manifest["layers"].items():
+        assert entry["error_after"] == entry["errors_by_fine"][str(found.fine_channels)]
+        assert entry["errors_by_fine"]["0"] == plain.manifest["layers"][index]["error_after"]
+    loaded = Calibration.load(found.save(tmp_path / "found.safetensors"))
+    assert loaded.scheme().keys.quantizer == found.scheme().keys.quantizer
+
+
+def steep(capture):
+    """The capture with keys of which few channels hold nearly all, those that queries look at most."""
+    sizes = torch.logspace(-3, 0, 16)
+    layers = {
+        index: dataclasses.replace(layer, k=layer.k * sizes, normed_keys=layer.normed_keys * sizes)
+        for index, layer in capture.layers.items()
+    }
+    return dataclasses.replace(capture, read_layers=lambda: layers)
+
+
+def test_unequal_bits_are_found_where_few_directions_count(capture_of, monkeypatch):
+    monkeypatch.setattr(calibrating, "FINE_COUNTS", (4,))
+    found = calibrate(steep(capture_of(seed=0)), steep(capture_of(seed=1)), seeds=2, finder="unequal")
+    assert found.fine_channels == 4
+    assert found.scheme().keys.quantizer == UnequalInteger(4)
+    for entry in found.manifest["layers"].values():
+        assert entry["error_after"] < 0.5 * entry["error_map"]
+
+
+def test_unequal_bits_want_plain_integers(capture_of, monkeypatch):
+    monkeypatch.setattr(calibrating, "FINE_COUNTS", (4,))
+    with pytest.raises(
+        ValueError, match=r"^base is 'hadamard-int4-refit'; accepted with fine channels: "
+    ):
+        calibrate(capture_of(seed=0), capture_of(seed=1), scheme="hadamard-int4-refit", seeds=2, finder="unequal")
 
 
 def test_a_finder_that_there_is_not_is_refused(captures):

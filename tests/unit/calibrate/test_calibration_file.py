@@ -103,6 +103,35 @@ def test_other_manifests_are_refused(tmp_path, calibration, change, message):
 
 
 @pytest.mark.parametrize(
+    ("fine", "message"),
+    [
+        (torch.tensor([8]), "fine is 8; accepted at head_dim 16: less than 8"),
+        (torch.tensor([-1]), "fine is -1; accepted: an integer of at least 1"),
+        (torch.tensor([0]), "disagrees with its manifest on fine_channels; accepted: both or neither"),
+        (torch.tensor([2.0]), r"fine_channels is torch.float32 \[1\]; accepted: int64 \[1\]"),
+        (torch.tensor([2, 2]), r"fine_channels is torch.int64 \[2\]; accepted: int64 \[1\]"),
+    ],
+    ids=str,
+)
+def test_fine_channels_that_cannot_be_are_refused(tmp_path, capture_of, fine, message):
+    found = calibrate(capture_of(seed=0), capture_of(seed=1), seeds=2, finder="balanced")
+    tensors, manifest = parts(found)
+    manifest["ingredients"].append("fine_channels")
+    tensors |= {"key_maps": torch.stack([found.key_maps[4], found.key_maps[9]]), "fine_channels": fine}
+    path = write(tmp_path / "c", tensors, manifest)
+    with pytest.raises(ValueError, match=message):
+        Calibration.load(path)
+
+
+def test_fine_channels_without_maps_are_refused(tmp_path, calibration):
+    tensors, manifest = parts(calibration)
+    manifest["ingredients"].append("fine_channels")
+    path = write(tmp_path / "c", {**tensors, "fine_channels": torch.tensor([2])}, manifest)
+    with pytest.raises(ValueError, match="calibration has fine_channels without key_maps; accepted: both"):
+        Calibration.load(path)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"key_means": torch.full((2, 2, 16), torch.nan)}, "key_means of layer 4 has a non-finite component"),

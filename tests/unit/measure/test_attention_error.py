@@ -74,6 +74,35 @@ def test_equals_plain_attention_in_float64(monkeypatch, scheme, stored, block_sc
     assert error == pytest.approx(naive_error(q, k, v, scheme, positions, 0.1, stored), rel=1e-4)
 
 
+@pytest.mark.parametrize("stored", ["K", "V", "KV"])
+@pytest.mark.parametrize(("first", "recent"), [(5, 0), (0, 1), (0, 20), (3, 7), (200, 0), (0, 200)])
+@pytest.mark.parametrize("block_scores", [1 << 24, 500, 1])
+def test_exact_tokens_equal_plain_attention_in_float64(monkeypatch, first, recent, stored, block_scores):
+    monkeypatch.setattr(module, "BLOCK_SCORES", block_scores)
+    q, k, v = qkv()
+    scheme, positions = get_scheme("int4"), torch.tensor([0, 1, 31, 32, 60, 89])
+    layer = LayerCapture(0, "full", False, 0.1, q[None][:, :, positions], positions, k[None], v[None])
+    error = module.layer_errors(layer, [scheme], [stored], exact_first=first, exact_recent=recent)["int4", stored]
+    outputs = []
+    for position in positions:
+        index = torch.arange(TOKENS)
+        kept = ((index < first) | (position - index < recent))[:, None]
+        pair = [torch.where(kept, x, scheme.keys.roundtrip(x)) if n in stored else x for n, x in (("K", k), ("V", v))]
+        outputs.append(naive_output(q, *pair, position[None], 0.1))
+    exact, moved = naive_output(q, k, v, positions, 0.1), torch.cat(outputs, dim=1)
+    # As above; where every token is exact, two running sums in float32.
+    assert error == pytest.approx(((moved - exact).norm() / exact.norm()).item(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["exact_first", "exact_recent"])
+def test_a_negative_number_of_exact_tokens_is_refused(name):
+    q, k, v = qkv()
+    positions = torch.tensor([89])
+    layer = LayerCapture(0, "full", False, 0.1, q[None][:, :, positions], positions, k[None], v[None])
+    with pytest.raises(ValueError, match=f"^{name} is -1; accepted: an integer of at least 0"):
+        module.layer_errors(layer, ["int4"], **{name: -1})
+
+
 def test_all_queries_are_sampled_from_the_last_quarter():
     q, k, v = qkv()
     positions = module.query_positions(TOKENS, 256)
