@@ -125,7 +125,7 @@ def maps(num_kv_heads, generator, head_dim=128):
 
 
 def write_calibration(path):
-    """A calibration of the tiny model: a seed, means and maps of its own for each full-attention layer."""
+    """A calibration of the tiny model: a seed, means and maps for each full-attention layer, unequal bits for keys."""
     config = served_config()
     generator = torch.Generator().manual_seed(3)
     shape = (config.num_key_value_heads, config.head_dim)
@@ -139,7 +139,7 @@ def write_calibration(path):
         "num_kv_heads": shape[0],
         "head_dim": shape[1],
         "scheme": "hadamard-int4",
-        "ingredients": ["rotation_seeds", "key_means", "key_maps", "value_means", "value_maps"],
+        "ingredients": ["rotation_seeds", "key_means", "key_maps", "value_means", "value_maps", "fine_channels"],
         "captures": [],
         "holdout": [],
         "search": {"seeds": list(seeds.values())},
@@ -148,4 +148,4 @@ def write_calibration(path):
     # Normalised keys have components of order 1.
     means = [{layer: 0.5 * torch.randn(shape, generator=generator) for layer in FULL} for _ in range(2)]
     matrices = [{layer: maps(shape[0], generator) for layer in FULL} for _ in range(2)]
-    return Calibration(seeds, means[0], manifest, matrices[0], means[1], matrices[1]).save(path)
+    return Calibration(seeds, means[0], manifest, matrices[0], means[1], matrices[1], fine_channels=8).save(path)

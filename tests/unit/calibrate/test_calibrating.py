@@ -180,9 +180,7 @@ def test_unequal_bits_are_found_where_few_directions_count(capture_of, monkeypat
 
 def test_unequal_bits_want_plain_integers(capture_of, monkeypatch):
     monkeypatch.setattr(calibrating, "FINE_COUNTS", (4,))
-    with pytest.raises(
-        ValueError, match=r"^base is 'hadamard-int4-refit'; accepted with fine channels: "
-    ):
+    with pytest.raises(ValueError, match=r"^base is 'hadamard-int4-refit'; accepted with fine channels: "):
         calibrate(capture_of(seed=0), capture_of(seed=1), scheme="hadamard-int4-refit", seeds=2, finder="unequal")
 
 
