@@ -32,7 +32,10 @@ Model = Annotated[
 ]
 Scheme = Annotated[
     str | None,
-    typer.Option(help="What the cache stores: with --base-url for the record, without it applied to the model."),
+    typer.Option(
+        help="What the cache stores: with --base-url for the record (calibrated, where it serves a calibration), "
+        "without it applied to the model."
+    ),
 ]
 Device = Annotated[str | None, typer.Option(help="Without --base-url: cuda or cpu; default: cuda where there is one.")]
 Concurrent = Annotated[int | None, typer.Option(min=1, help="With --base-url: requests at a time; default: 1.")]
@@ -122,7 +125,8 @@ def _setup(
         if value is not None:
             place = "a model run here" if base_url is not None else "a server (--base-url)"
             raise ValueError(f"{name} is {value!r}; accepted: only for {place}")
-    if scheme is not None:
+    # A server has its calibration itself.
+    if scheme is not None and not (base_url is not None and scheme == "calibrated"):
         get_scheme(scheme)
     if base_url is not None:
         return Server(base_url, model, concurrent, timeout, scheme)

@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from kvlab.cli import main
+from kvlab.cli.evaluation import _setup
 from kvlab.evaluation import job, setups
 from kvlab.evaluation.harness import harness
 
@@ -29,6 +30,10 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch):
 SERVER = ["--base-url", "http://127.0.0.1:9/v1"]
 
 
+def test_a_server_may_store_what_was_calibrated():
+    assert _setup(SERVER[1], None, "calibrated", None, None, None).scheme == "calibrated"
+
+
 @pytest.mark.parametrize(
     "benchmark", [["ruler"], ["gpqa", "--task", job.GPQA_TASKS[0], "--max-tokens", "5", "--runs", "1"]], ids=str
 )
@@ -41,6 +46,8 @@ SERVER = ["--base-url", "http://127.0.0.1:9/v1"]
         (["--base-url", "127.0.0.1:8000"], "base_url is '127.0.0.1:8000'; accepted"),
         ([*SERVER, "--model", ""], "model is ''; accepted"),
         (["--model", ""], "model is ''; accepted: a folder, a hub name"),
+        ([*SERVER, "--scheme", "calibratd"], "scheme is 'calibratd'; accepted: bf16, fp8"),
+        (["--model", "x", "--scheme", "calibrated"], "scheme is 'calibrated'; accepted: bf16, fp8"),
         (["--model", "x", "--device", "tpu"], "device is 'tpu'; accepted: cpu, or cuda"),
     ],
     ids=str,
