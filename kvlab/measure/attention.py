@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import pandas as pd
 import torch
@@ -18,6 +18,14 @@ BLOCK_SCORES = 1 << 24
 
 Stored = Literal["K", "V", "KV"]
 STORED: tuple[Stored, ...] = ("K", "V", "KV")
+
+
+class _Kept(NamedTuple):
+    """Tokens of a block that are not stored: bool ``[queries of a KV head, block]``, and the block's own k and v."""
+
+    near: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 class RunningAttention:
@@ -48,13 +56,20 @@ class RunningAttention:
         self.mass = torch.zeros_like(self.top)
         self.sums: list[torch.Tensor] = []
 
-    def update(
-        self, start: int, k: torch.Tensor, values: Sequence[torch.Tensor], only: torch.Tensor | None = None
-    ) -> None:
+    def update(self, start: int, k: torch.Tensor, values: Sequence[torch.Tensor], kept: _Kept | None = None) -> None:
         """Attend to keys ``start`` … of ``k`` [num_kv_heads, block, head_dim]; ``values`` share the weights.
 
-        With ``only``, bool ``[queries of a KV head, block]``, each query sees but those of the keys.
+        Tokens that are ``kept`` exact are seen as they are.
         """
+        if kept is None:
+            self._attend(start, k, values)
+        else:
+            self._attend(start, k, values, ~kept.near)
+            self._attend(start, kept.k, [kept.v] * len(values), kept.near)
+
+    def _attend(
+        self, start: int, k: torch.Tensor, values: Sequence[torch.Tensor], only: torch.Tensor | None = None
+    ) -> None:
         scores = self.q @ k.mT
         seen = torch.arange(start, start + k.shape[-2], device=k.device)
         if int(seen[-1]) > int(self.last.min()):
@@ -152,18 +167,15 @@ def _outputs(
     step = max(1, BLOCK_SCORES // (layer.q.shape[1] * len(layer.positions)))
     for start in range(0, min(tokens, int(layer.positions.max()) + 1), step):
         block = slice(start, start + step)
-        k_exact, v_exact = k[:, block].float(), v[:, block].float()
+        v_exact = v[:, block].float()
         v_stored = {side: read(block) for side, read in values.items()}
         index = torch.arange(start, start + v_exact.shape[1], device=v.device)
-        near = (index < exact_first) | (runs[0].last - index < exact_recent)
-        far = ~near if near.any() else None
-        read_values = [[v_exact, *(v_stored.values() if "V" in stored else ())]]
-        read_values += [[v_exact, *([v_stored[scheme.values]] if "KV" in stored else ())] for scheme in with_keys]
-        read_keys = [lambda _block, exact=k_exact: exact, *keys]
-        for run, read, own in zip(runs, read_keys, read_values, strict=True):
-            run.update(start, read(block), own, far)
-            if far is not None:
-                run.update(start, k_exact, [v_exact] * len(own), near)
+        distance = runs[0].last - index
+        near = (index < exact_first) | ((distance >= 0) & (distance < exact_recent))
+        kept = _Kept(near, k[:, block].float(), v_exact) if near.any() else None
+        runs[0].update(start, k[:, block].float(), [v_exact, *(v_stored.values() if "V" in stored else ())], kept)
+        for scheme, run, read in zip(with_keys, runs[1:], keys, strict=True):
+            run.update(start, read(block), [v_exact, *([v_stored[scheme.values]] if "KV" in stored else ())], kept)
     exact, *with_v = runs[0].outputs()
     by_side = dict(zip(values, with_v, strict=False))
     outputs = {(scheme.name, "V"): by_side[scheme.values] for scheme in schemes if "V" in stored}
