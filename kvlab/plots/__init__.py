@@ -4,6 +4,7 @@ from kvlab.plots.ablation import plot_ablation
 from kvlab.plots.attention_error import plot_attention_error
 from kvlab.plots.capacity import plot_session_gain, plot_session_sizes
 from kvlab.plots.channels import plot_channels
+from kvlab.plots.error_by_bits import plot_error_by_bits
 from kvlab.plots.gpqa import plot_gpqa
 from kvlab.plots.kernels import plot_decode_times, plot_store_times, run_of
 from kvlab.plots.loss import plot_loss
@@ -24,6 +25,7 @@ __all__ = [
     "plot_attention_error",
     "plot_channels",
     "plot_decode_times",
+    "plot_error_by_bits",
     "plot_gpqa",
     "plot_loss",
     "plot_outliers",
