@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -119,8 +120,8 @@ def calibrate_captures(
     ValueError
         A capture that is not accepted, a text both calibrated and held out, a file that cannot be written.
     """
-    if out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"out is {str(out)!r}; accepted: a file in a folder that exists")
+    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"out is {str(out)!r}; accepted: a file in a folder that exists and can be written")
     calibration = calibrate(
         open_captures(folders).values(),
         open_captures(holdout).values() if holdout else None,

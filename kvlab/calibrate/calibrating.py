@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 import kvlab
 from kvlab.calibrate.closed_forms import FINDERS
-from kvlab.calibrate.compose import calibrated_scheme, rotation_of
+from kvlab.calibrate.compose import calibrated_scheme, check_base, rotation_of
 from kvlab.calibrate.file import FINE as FINE_CHANNELS
 from kvlab.calibrate.file import FORMAT, Calibration
 from kvlab.calibrate.fit import fit_layer, rotation_matrix
@@ -113,6 +113,8 @@ def calibrate(
         check_choice(finder, "finder", FINDER_NAMES)
     _check_manifests(captures, holdout)
     finalists, seeds, scheme = check_integer(finalists, "finalists", minimum=1), check_seeds(seeds), get_scheme(scheme)
+    # Before the search, which takes long.
+    check_base(scheme, values=values, fine=FINE_COUNTS[0] if finder == UNEQUAL else 0)
     searched, judged = full_layers(captures), full_layers(holdout or captures)
     full_layers([*captures, *holdout])
     if not holdout:

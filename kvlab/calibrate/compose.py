@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from kvlab.checks import check_integer
 from kvlab.quantizers import AsymmetricInteger, UnequalInteger
 from kvlab.schemes import Scheme, StoredAs, get_scheme
 from kvlab.transforms import Center, Chain, Matrix, RandomizedHadamard
@@ -76,22 +77,35 @@ def fitted_scheme(
     Raises
     ------
     TypeError, ValueError
-        ``base`` is unknown, has other transforms than a rotation on its keys, or any on values that are to be
-        transformed, or stores keys in another way than as `AsymmetricInteger` where bits are to be unequal.
+        `check_base` refuses ``base``, or ``transforms`` or ``values`` are no `Chain`.
     """
     base = get_scheme(base)
-    rotation_of(base)
-    quantizer = base.keys.quantizer
-    if fine:
-        if quantizer != AsymmetricInteger(4):
-            raise ValueError(f"base is {base.name!r}; accepted with fine channels: one with plain 4-bit integers")
-        quantizer = UnequalInteger(fine)
+    check_base(base, values=values is not None, fine=fine)
+    for argument, chain in {"transforms": transforms, "values": Chain() if values is None else values}.items():
+        if not isinstance(chain, Chain):
+            raise TypeError(f"{argument} is a {type(chain).__name__}; accepted: a kvlab.transforms.Chain")
+    quantizer = UnequalInteger(fine) if fine else base.keys.quantizer
     sides = {"keys": StoredAs(*transforms.transforms, quantizer=quantizer)}
     if values is not None:
-        if base.values.transform.transforms:
-            raise ValueError(f"base is {base.name!r}; accepted with transforms of values: one that has none")
         sides["values"] = StoredAs(*values.transforms, quantizer=base.values.quantizer)
     return dataclasses.replace(base, name=name, **sides, source=f"{base.name}, calibrated")
+
+
+def check_base(base: Scheme, *, values: bool, fine: int) -> None:
+    """Check that a scheme's keys can be transformed, with ``fine`` channels, and its ``values`` where asked for.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``base`` has other transforms than a rotation on its keys, or any on values that are to be transformed, or
+        stores keys in another way than as `AsymmetricInteger` where bits are to be unequal; ``fine`` is no integer of
+        at least 0.
+    """
+    rotation_of(base)
+    if check_integer(fine, "fine", minimum=0) and base.keys.quantizer != AsymmetricInteger(4):
+        raise ValueError(f"base is {base.name!r}; accepted with fine channels: one with plain 4-bit integers")
+    if values and base.values.transform.transforms:
+        raise ValueError(f"base is {base.name!r}; accepted with transforms of values: one that has none")
 
 
 def rotation_of(scheme: Scheme) -> RandomizedHadamard:

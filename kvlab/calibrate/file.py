@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from kvlab.calibrate.compose import calibrated_scheme, rotation_of
+from kvlab.calibrate.compose import calibrated_scheme, check_base
 from kvlab.checks import check_finite
 from kvlab.paths import written_whole
 from kvlab.quantizers import UnequalInteger
@@ -58,8 +58,9 @@ class Calibration:
     Raises
     ------
     TypeError, ValueError
-        A base scheme that is unknown or has no rotation, an ingredient that this version does not know, a seed below
-        0, means or maps that are not finite or of another shape than the manifest says, a map that cannot be inverted.
+        A base scheme that is unknown or that `kvlab.calibrate.compose.check_base` refuses, an ingredient that this
+        version does not know, a seed below 0, means or maps that are not finite or of another shape than the manifest
+        says, a map that cannot be inverted.
     """
 
     seeds: dict[int, int]
@@ -71,13 +72,17 @@ class Calibration:
     fine_channels: int = 0
 
     def __post_init__(self) -> None:
-        rotation_of(get_scheme(self.base))
+        fine = check_integer(self.fine_channels, FINE, minimum=0)
+        with_values = self.value_means is not None or self.value_maps is not None
+        check_base(get_scheme(self.base), values=with_values, fine=fine)
         for seed in self.seeds.values():
             check_integer(seed, "rotation seed", minimum=0)
         unknown = set(self.manifest["ingredients"]) - set(INGREDIENTS)
         if unknown:
             accepted = ", ".join(INGREDIENTS)
-            raise ValueError(f"calibration has the ingredient {min(unknown)!r}; accepted by this kvlab: {accepted}")
+            raise ValueError(
+                f"calibration has the ingredient {min(unknown, key=str)!r}; accepted by this kvlab: {accepted}"
+            )
         parts = [self.manifest["layers"], self.seeds]
         for name in OPTIONAL:
             values = getattr(self, name)
@@ -273,7 +278,7 @@ class Calibration:
     def _check_entries(self) -> None:
         """Read the manifest's entries once, so that a damaged one is refused here and not where they are needed."""
         try:
-            _ = self.table.astype(float), self.texts
+            _ = self.table.astype(float), self.texts, self.manifest["model"]
         except (KeyError, TypeError, ValueError, OverflowError):
             raise ValueError("calibration has a damaged manifest; accepted: what kvlab calibrate wrote") from None
 

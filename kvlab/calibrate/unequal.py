@@ -7,6 +7,8 @@ from scipy.fft import dct
 
 from kvlab.calibrate.closed_forms import FREE_FACTOR, Finder, balance
 from kvlab.calibrate.sample import KeySample
+from kvlab.checks import check_integer
+from kvlab.quantizers import UnequalInteger
 
 FINE_COUNTS = (8, 16, 24)
 """Directions with eight bits that a calibration tries. On the keys of small models errors hardly differ between two
@@ -24,16 +26,24 @@ def unequal(fine: int) -> Finder:
     Parameters
     ----------
     fine
-        At least 1, less than half of head_dim.
+        At least 2, since the first direction takes none of the eight bits' range; less than half of head_dim.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``fine`` is no integer of at least 2. What is returned raises ValueError where it is half of head_dim or more.
 
     References
     ----------
     This project. The bits are those of reverse water-filling (Kolmogorov 1956), rounded to 8, 4 and 0.
     """
+    fine = check_integer(fine, "fine", minimum=2)
 
     def find(sample: KeySample, _rotation: torch.Tensor) -> torch.Tensor:
+        head_dim = sample.keys.shape[-1]
+        # Refuses half of it or more.
+        UnequalInteger(fine).bits_per_number(head_dim)
         balancing, sigma = balance(sample)
-        head_dim = balancing.shape[-1]
         stored = head_dim - fine
         spread = torch.eye(head_dim, dtype=torch.float64).repeat(len(sigma), 1, 1)
         # The free direction takes the constant vector of the first class, which so has one direction less.

@@ -135,6 +135,7 @@ def loss(
     """Measure the testbed's loss on held-out text under stored caches, to be paired by stretch."""
     from kvlab.calibrate import Calibration
     from kvlab.capture_job import choose_device
+    from kvlab.models.kolibri1_config import config_hash
     from kvlab.paths import check_out, written_whole
     from kvlab.provenance import machine, today, versions
     from kvlab.schemes import get_schemes
@@ -143,9 +144,13 @@ def loss(
     from kvlab.testbed.prepared import read_prepared
 
     check_out(out)
-    found = [Calibration.load(path).scheme(path.stem) for path in calibration or []]
-    schemes = get_schemes([*scheme, *found])
-    opened, (model, _) = read_prepared(prepared), load_testbed()
+    names = get_schemes(scheme)
+    opened, (model, tokenizer) = read_prepared(prepared), load_testbed()
+    if opened.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"prepared is {str(prepared)!r}, of another tokenizer; accepted: the testbed's own")
+    own = config_hash(model.config)
+    found = [Calibration.load(path, config_hash=own).scheme(path.stem) for path in calibration or []]
+    schemes = get_schemes([*names, *found])
     model.to(choose_device(device))
     table = held_out_losses(model, opened, schemes, texts=texts, length=length, progress=True)
     out.mkdir(parents=True, exist_ok=True)

@@ -174,10 +174,10 @@ def encoder(quantizer: Quantizer) -> Callable[[torch.Tensor], torch.Tensor]:
 def check_key_quantizer(quantizer: object, name: str) -> None:
     """Check that the kernels write what ``quantizer`` stores of keys; raises as `check_quantizer`."""
     if not isinstance(quantizer, UnequalInteger):
-        check_quantizer(quantizer, name)
+        check_quantizer(quantizer, name, f"{CODEC!r}, {REFIT!r} or an {UnequalInteger.__name__}")
 
 
-def check_quantizer(quantizer: object, name: str) -> None:
+def check_quantizer(quantizer: object, name: str, accepted: str = f"{CODEC!r} or {REFIT!r}") -> None:
     """Check that the kernels write what ``quantizer`` stores.
 
     Raises
@@ -190,4 +190,4 @@ def check_quantizer(quantizer: object, name: str) -> None:
     if not isinstance(quantizer, Quantizer):
         raise TypeError(f"{name} is a {type(quantizer).__name__}; accepted: a kvlab quantizer")
     if quantizer not in (CODEC, REFIT):
-        raise ValueError(f"{name} is {quantizer!r}; accepted: {CODEC!r} or {REFIT!r}")
+        raise ValueError(f"{name} is {quantizer!r}; accepted: {accepted}")

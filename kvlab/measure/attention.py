@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import pandas as pd
 import torch
 
-from kvlab.checks import check_choice, check_finite, check_integer, check_number, check_vectors
+from kvlab.checks import LARGEST, check_choice, check_finite, check_integer, check_number, check_vectors
 from kvlab.measure.layers import measurable_layers
 from kvlab.recording import Capture, LayerCapture, query_positions
 from kvlab.schemes import Scheme, StoredAs, get_scheme, get_schemes
@@ -125,12 +125,16 @@ def layer_errors(
     Raises
     ------
     TypeError, ValueError
-        An unknown scheme, two of one name or an unknown entry of ``stored``; a number of tokens below 0; a layer
-        without a sampled query position, or whose attention output is zero, so that nothing can be relative to it.
+        An unknown scheme, two of one name or an unknown entry of ``stored``; a number of tokens below 0 or beyond
+        10⁹; a layer without a sampled query position, or whose attention output is zero, so that nothing can be
+        relative to it.
     """
     schemes = get_schemes(schemes)
     stored = [check_choice(entry, "stored", STORED) for entry in stored]
-    kept = check_integer(exact_first, "exact_first", minimum=0), check_integer(exact_recent, "exact_recent", minimum=0)
+    kept = [
+        check_integer(value, name, minimum=0, maximum=LARGEST)
+        for name, value in {"exact_first": exact_first, "exact_recent": exact_recent}.items()
+    ]
     if not len(layer.positions):
         raise ValueError(
             f"layer {layer.index} has {layer.k.shape[-2]} tokens and no sampled query position; accepted: a capture "

@@ -114,10 +114,10 @@ def write_bf16(folder: Path) -> None:
         ``folder`` is not empty, or cannot be written.
     """
     check_out(folder)
+    folder = folder.resolve()
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"out is {str(folder)!r}, which is not empty; accepted: an empty folder, or a new one")
     shipped = checkpoint_folder()
-    folder = folder.absolute()
     scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         export(load_checkpoint(shipped), scratch, dtype="bf16")

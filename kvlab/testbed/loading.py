@@ -94,8 +94,15 @@ def load_testbed(dtype: torch.dtype = torch.float32) -> tuple[Kolibri1ForCausalL
     ------
     FileNotFoundError
         This installation lacks it.
+    ValueError
+        A file of it is damaged.
     """
     from transformers import AutoTokenizer
 
     folder = checkpoint_folder()
-    return load_checkpoint(folder, dtype), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = load_checkpoint(folder, dtype)
+    try:
+        return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        # A damaged file fails in one of many ways, most of which name neither the file nor the folder.
+        raise ValueError(f"{folder} has a damaged tokenizer ({error!r:.80}); accepted: the testbed's own") from None

@@ -212,7 +212,8 @@ def _is_whole(opened: Prepared, name: str) -> bool:
     """Whether a file reads as one that `prepare` wrote."""
     if name.endswith(".npy"):
         tokens = np.load(opened.folder / name, mmap_mode="r")
-        return tokens.dtype == np.uint16 and tokens.ndim == 1
+        known = opened.tokenizer.get_vocab_size()
+        return tokens.dtype == np.uint16 and tokens.ndim == 1 and tokens.max(initial=0) < known
     if name == "tokenizer.json":
         return opened.tokenizer.token_to_id(END) is not None
     content = json.loads((opened.folder / name).read_text(encoding="utf-8"))

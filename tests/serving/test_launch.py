@@ -123,7 +123,11 @@ def test_the_users_own_arguments_come_last():
         ({"arguments": None}, TypeError, "arguments is None; accepted"),
         ({"arguments": ["--additional-conf", "{}"]}, ValueError, "arguments has '--additional-conf'; accepted"),
         ({"arguments": ["--addit.a=1"]}, ValueError, "arguments has '--addit.a=1'; accepted"),
-        ({"scheme": "fp4"}, ValueError, "scheme is 'fp4'; accepted: bf16, fp8, hadamard-int4, int4, calibrated"),
+        (
+            {"scheme": "fp4"},
+            ValueError,
+            "scheme is 'fp4'; accepted: bf16, fp8, .*hadamard-int4-refit-kv, int4, calibrated",
+        ),
         ({"scheme": "fp8", "rotation_seed": 1}, ValueError, "rotation_seed is '1' with scheme 'fp8'; accepted"),
         ({"scheme": "bf16", "calibration": "c"}, ValueError, "calibration is 'c' with scheme 'bf16'; accepted"),
         ({"scheme": "int4", "rotation_seed": 1}, ValueError, "rotation_seed .*'int4'; accepted"),

@@ -178,10 +178,19 @@ def test_unequal_bits_are_found_where_few_directions_count(capture_of, monkeypat
         assert entry["error_after"] < 0.5 * entry["error_map"]
 
 
-def test_unequal_bits_want_plain_integers(capture_of, monkeypatch):
-    monkeypatch.setattr(calibrating, "FINE_COUNTS", (4,))
-    with pytest.raises(ValueError, match=r"^base is 'hadamard-int4-refit'; accepted with fine channels: "):
-        calibrate(capture_of(seed=0), capture_of(seed=1), scheme="hadamard-int4-refit", seeds=2, finder="unequal")
+@pytest.mark.parametrize(
+    ("scheme", "asked", "accepted"),
+    [
+        ("hadamard-int4-refit", {"finder": "unequal"}, "accepted with fine channels: "),
+        ("hadamard-int4-refit-kv", {"values": True}, "accepted with transforms of values: "),
+    ],
+)
+def test_a_scheme_that_cannot_have_what_is_asked_is_refused_before_the_search(
+    captures, monkeypatch, scheme, asked, accepted
+):
+    monkeypatch.setattr(calibrating, "search_layers", lambda *_, **__: pytest.fail("searched"))
+    with pytest.raises(ValueError, match=f"^base is '{scheme}'; {accepted}"):
+        calibrate(captures, scheme=scheme, seeds=2, **asked)
 
 
 def test_a_finder_that_there_is_not_is_refused(captures):

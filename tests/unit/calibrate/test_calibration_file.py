@@ -79,6 +79,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     [
         ({"format": "kvlab-calibration/2"}, "of format 'kvlab-calibration/2'; accepted: 'kvlab-calibration/1'"),
         ({"ingredients": ["rotation_seeds", "key_means", "warp"]}, "ingredient 'warp'; accepted by this kvlab"),
+        ({"ingredients": ["rotation_seeds", "warp", 3]}, "ingredient 3; accepted by this kvlab"),
         ({"ingredients": ["rotation_seeds"]}, r"tensors \['key_means', 'layers', 'rotation_seeds'\]"),
         ({"head_dim": 32}, r"key_means of layer 4 has shape \[2, 16\]; accepted: \[2, 32\]"),
         ({"layers": {}}, r"seeds for layers \[4, 9\]; accepted: those of its manifest"),
@@ -106,7 +107,7 @@ def test_other_manifests_are_refused(tmp_path, calibration, change, message):
     ("fine", "message"),
     [
         (torch.tensor([8]), "fine is 8; accepted at head_dim 16: less than 8"),
-        (torch.tensor([-1]), "fine is -1; accepted: an integer of at least 1"),
+        (torch.tensor([-1]), "fine_channels is -1; accepted: an integer of at least 0"),
         (torch.tensor([0]), "disagrees with its manifest on fine_channels; accepted: both or neither"),
         (torch.tensor([2.0]), r"fine_channels is torch.float32 \[1\]; accepted: int64 \[1\]"),
         (torch.tensor([2, 2]), r"fine_channels is torch.int64 \[2\]; accepted: int64 \[1\]"),
@@ -120,6 +121,17 @@ def test_fine_channels_that_cannot_be_are_refused(tmp_path, capture_of, fine, me
     tensors |= {"key_maps": torch.stack([found.key_maps[4], found.key_maps[9]]), "fine_channels": fine}
     path = write(tmp_path / "c", tensors, manifest)
     with pytest.raises(ValueError, match=message):
+        Calibration.load(path)
+
+
+def test_fine_channels_of_a_scheme_that_has_none_are_refused_when_read(tmp_path, capture_of):
+    found = calibrate(capture_of(seed=0), capture_of(seed=1), seeds=2, finder="balanced")
+    tensors, manifest = parts(found)
+    manifest["ingredients"].append("fine_channels")
+    manifest["scheme"] = "hadamard-int4-refit"
+    maps = torch.stack([found.key_maps[4], found.key_maps[9]])
+    path = write(tmp_path / "c", {**tensors, "key_maps": maps, "fine_channels": torch.tensor([2])}, manifest)
+    with pytest.raises(ValueError, match=r"c: base is 'hadamard-int4-refit'; accepted with fine channels: "):
         Calibration.load(path)
 
 

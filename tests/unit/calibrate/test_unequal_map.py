@@ -2,12 +2,12 @@ import pytest
 import torch
 from test_closed_forms import HEAD_DIM, ROTATION, planted, shrunk, singular_values
 
-from kvlab.calibrate import balanced, unequal
+from kvlab.calibrate import balanced, fitted_scheme, unequal
 from kvlab.calibrate.closed_forms import FREE_FACTOR
 from kvlab.calibrate.unequal import cosines
 from kvlab.quantizers import AsymmetricInteger, UnequalInteger
 from kvlab.schemes import StoredAs
-from kvlab.transforms import Matrix
+from kvlab.transforms import Chain, Matrix
 
 pytestmark = pytest.mark.unit
 
@@ -44,6 +44,30 @@ def test_what_is_not_stored_is_what_queries_see_least():
     lost = B[:, :, -FINE:]
     seen = (lost.mT @ shrunk(sample.covariance) @ lost).diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(seen, singular_values(sample)[:, -FINE:], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("fine", [1, -1, 2.0, "2", True, None])
+def test_fine_channels_that_cannot_be_are_named(fine):
+    with pytest.raises((TypeError, ValueError), match=f"^fine is {fine!r}; accepted: an integer of at least 2$"):
+        unequal(fine)
+    if fine != 1:
+        with pytest.raises((TypeError, ValueError), match=f"^fine is {fine!r}; accepted: an integer of at least 0$"):
+            fitted_scheme("hadamard-int4", Chain(), fine=fine)
+
+
+def test_two_fine_channels_are_the_fewest():
+    assert unequal(2)(planted(1), ROTATION).isfinite().all()
+
+
+def test_half_of_the_channels_is_too_many():
+    with pytest.raises(ValueError, match=rf"^fine is {HEAD_DIM // 2}; accepted at head_dim {HEAD_DIM}: less than "):
+        unequal(HEAD_DIM // 2)(planted(1), ROTATION)
+
+
+@pytest.mark.parametrize(("argument", "value"), [("transforms", None), ("values", "balanced")])
+def test_what_is_no_chain_is_named(argument, value):
+    with pytest.raises(TypeError, match=rf"^{argument} is a {type(value).__name__}; accepted: a kvlab.transforms"):
+        fitted_scheme("hadamard-int4", **{"transforms": Chain(), argument: value})
 
 
 def test_errs_less_than_equal_bits_where_few_directions_count():

@@ -95,12 +95,13 @@ def test_exact_tokens_equal_plain_attention_in_float64(monkeypatch, first, recen
 
 
 @pytest.mark.parametrize("name", ["exact_first", "exact_recent"])
-def test_a_negative_number_of_exact_tokens_is_refused(name):
+@pytest.mark.parametrize("value", [-1, 10**30])
+def test_a_number_of_exact_tokens_that_cannot_be_is_refused(name, value):
     q, k, v = qkv()
     positions = torch.tensor([89])
     layer = LayerCapture(0, "full", False, 0.1, q[None][:, :, positions], positions, k[None], v[None])
-    with pytest.raises(ValueError, match=f"^{name} is -1; accepted: an integer of at least 0"):
-        module.layer_errors(layer, ["int4"], **{name: -1})
+    with pytest.raises(ValueError, match=f"^{name} is {value}; accepted: an integer from 0 to "):
+        module.layer_errors(layer, ["int4"], **{name: value})
 
 
 def test_all_queries_are_sampled_from_the_last_quarter():

@@ -13,7 +13,7 @@ from kvlab.models.dequantize import dequantize
 from kvlab.testbed import export as exporting
 from kvlab.testbed.config import default_config
 from kvlab.testbed.export import LARGEST, export, quantize_blocks, write_bf16
-from kvlab.testbed.loading import checkpoint_folder, load_checkpoint
+from kvlab.testbed.loading import checkpoint_folder, load_checkpoint, load_testbed
 from kvlab.testbed.model import training_model
 from kvlab.testbed.prepared import TOKENIZER_FILES
 
@@ -123,6 +123,12 @@ def test_the_testbed_in_bf16_has_the_fp8_checkpoints_weights(shipped, tmp_path):
         assert torch.equal(written[name], tensor if exact else tensor.to(torch.bfloat16).float()), name
 
 
+def test_a_damaged_tokenizer_is_one_line(shipped):
+    with pytest.raises(ValueError, match=r"has a damaged tokenizer \(.*\); accepted: the testbed's own$") as caught:
+        load_testbed()
+    assert "\n" not in str(caught.value)
+
+
 def test_a_bf16_checkpoint_is_whole_or_not_there(shipped, tmp_path):
     (shipped / TOKENIZER_FILES[-1]).unlink()
     with pytest.raises(FileNotFoundError):
@@ -130,3 +136,6 @@ def test_a_bf16_checkpoint_is_whole_or_not_there(shipped, tmp_path):
     assert list(tmp_path.iterdir()) == [shipped]
     with pytest.raises(ValueError, match="which is not empty; accepted: an empty folder, or a new one"):
         write_bf16(shipped)
+    with pytest.raises(ValueError, match="which is not empty"):
+        write_bf16(tmp_path / "missing" / "..")
+    assert list(tmp_path.iterdir()) == [shipped]

@@ -382,6 +382,14 @@ def test_a_damaged_folder_is_refused_and_nothing_is_begun(folder, name, content,
     assert not (tmp_path / "out").exists()
 
 
+def test_tokens_beyond_the_vocabulary_are_refused(folder, tmp_path):
+    broken = tmp_path / "prepared"
+    shutil.copytree(folder, broken)
+    np.save(broken / "held_out-de.npy", np.full(9, read_prepared(folder).tokenizer.get_vocab_size(), dtype=np.uint16))
+    with pytest.raises(ValueError, match=r"whose held_out-de\.npy is damaged"):
+        read_prepared(broken)
+
+
 def test_text_is_as_long_as_the_longest_sequence_or_refused(folder, tmp_path):
     # Whatever the text: a sequence has a token more than its length, and a start is drawn.
     longest = read_prepared(folder).shortest("train") - 2
