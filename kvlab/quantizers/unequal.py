@@ -79,19 +79,19 @@ class UnequalInteger(Quantizer):
         return encode_vectors(x, self._placed_codes)
 
     def placement(self, head_dim: int) -> torch.Tensor:
-        """Matrix that puts a copy of the first ``fine`` channels in the place of the last, ``[head_dim, head_dim]``.
+        """Matrix that puts a copy of the first ``fine`` channels in the last ones' place, float32 on the CPU, square.
 
         A kernel that multiplies vectors by a matrix has each code's number where the code goes.
         """
         self._check(head_dim)
-        rows = torch.cat([torch.arange(head_dim - self.fine), torch.arange(self.fine)])
-        return torch.eye(head_dim)[rows]
+        places = [*range(head_dim - self.fine), *range(self.fine)]
+        return _identity(head_dim)[places]
 
     def expansion(self, head_dim: int) -> torch.Tensor:
-        """Matrix from what `kvlab.codec.decode` gives to what is stored, float32 ``[head_dim, head_dim]``."""
+        """Matrix from what `kvlab.codec.decode` gives to what is stored, float32 on the CPU, square."""
         self._check(head_dim)
-        matrix = torch.eye(head_dim)
-        first, last = torch.arange(self.fine), torch.arange(head_dim - self.fine, head_dim)
+        matrix = _identity(head_dim)
+        first, last = list(range(self.fine)), list(range(head_dim - self.fine, head_dim))
         matrix[last, last] = 0
         matrix[first, first], matrix[first, last] = (STEPS - 1) / STEPS, 1 / STEPS
         return matrix
@@ -120,3 +120,8 @@ class UnequalInteger(Quantizer):
         codes, scale, offset = quantize_asymmetric(stored, _BITS)
         steps = divide_or_zero_(stored[..., : self.fine] - offset, scale)
         return codes, steps.mul_(STEPS).round_().clamp_(0, STEPS * _LARGEST_CODE), scale, offset
+
+
+def _identity(size: int) -> torch.Tensor:
+    """The same whatever the process's default dtype and device are: a server sets its own."""
+    return torch.eye(size, dtype=torch.float32, device="cpu")

@@ -77,6 +77,20 @@ def test_placement_puts_each_codes_number_where_it_goes():
     assert torch.equal(QUANTIZER.encode(placed), QUANTIZER.encode(x))
 
 
+def test_matrices_are_float32_on_the_host_whatever_a_server_has_set():
+    expected = QUANTIZER.placement(DIM), QUANTIZER.expansion(DIM)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            matrices = QUANTIZER.placement(DIM), QUANTIZER.expansion(DIM)
+    finally:
+        torch.set_default_dtype(before)
+    for ours, other in zip(matrices, expected, strict=True):
+        assert (ours.dtype, ours.device.type) == (torch.float32, "cpu")
+        assert torch.equal(ours, other)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
