@@ -123,5 +123,5 @@ class UnequalInteger(Quantizer):
 
 
 def _identity(size: int) -> torch.Tensor:
-    """The same whatever the process's default dtype and device are: a server sets its own."""
+    """Return the identity, the same whatever the process's default dtype and device are: a server sets its own."""
     return torch.eye(size, dtype=torch.float32, device="cpu")
