@@ -148,4 +148,4 @@ def write_calibration(path):
     # Normalised keys have components of order 1.
     means = [{layer: 0.5 * torch.randn(shape, generator=generator) for layer in FULL} for _ in range(2)]
     matrices = [{layer: maps(shape[0], generator) for layer in FULL} for _ in range(2)]
-    return Calibration(seeds, means[0], manifest, matrices[0], means[1], matrices[1], fine_channels=8).save(path)
+    return Calibration(seeds, means[0], manifest, matrices[0], means[1], matrices[1], fine_channels=2).save(path)
