@@ -39,7 +39,7 @@ def test_readme_commands_install_the_project_and_the_model(heading):
 
 def test_readme_commands_end_in_the_main_job_and_the_tests():
     assert command("Draw the figures").strip().endswith(".venv/bin/kvlab figures")
-    assert command("Run the tests").strip().endswith(".venv/bin/pytest")
+    assert command("Run the tests").strip().endswith(".venv/bin/pytest -n 2")
 
 
 def test_readme_pictures_exist():
