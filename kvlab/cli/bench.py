@@ -22,10 +22,13 @@ bench = typer.Typer(help="Measure speed, beside what ships today.", rich_markup_
 app.add_typer(bench, name="bench")
 
 
+TableOption = Annotated[Path | None, typer.Option("--out", help="Write the whole table to this CSV file.")]
+
+
 @bench.command(name="kernels")
 def bench_kernels_command(
     quick: Annotated[bool, typer.Option("--quick", help="One shape and fewer batches and contexts.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the whole table to this CSV file.")] = None,
+    out: TableOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time decode attention, the store and prefill on this GPU, beside vLLM's kernels and a plain copy."""
@@ -33,12 +36,32 @@ def bench_kernels_command(
     from kvlab.serving import stock_kernels as stock
     from kvlab.serving.flash import flash_attention_3
 
-    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
-        raise ValueError(f"out is {str(out)!r}; accepted: a file in a folder that can be written")
+    _check_table_file(out)
     command = "kvlab bench kernels" + (" --quick" if quick else "")
     table, notes = kernels.bench_kernels(
         stock.DECODE, stock.STORE, stock.PREFILL, flash=flash_attention_3(), quick=quick, command=command
     )
+    _show(table, notes, out, as_json=as_json)
+
+
+@bench.command(name="layer")
+def bench_layer_command(out: TableOption = None, as_json: JsonOption = False) -> None:
+    """Time a full-attention layer's share of a decode step on this GPU: what calibration costs there."""
+    from kvlab.bench.layer import bench_layer
+
+    _check_table_file(out)
+    table, notes = bench_layer(command="kvlab bench layer")
+    _show(table, notes, out, as_json=as_json)
+
+
+def _check_table_file(out: Path | None) -> None:
+    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
+        raise ValueError(f"out is {str(out)!r}; accepted: a file in a folder that can be written")
+
+
+def _show(table: pd.DataFrame, notes: list[str], out: Path | None, *, as_json: bool) -> None:
+    from kvlab.bench import kernels
+
     if out is not None:
         kernels.write_table(table, notes, out)
     if as_json:

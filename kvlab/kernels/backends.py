@@ -32,7 +32,7 @@ def choose_backend(
     head_dim
         Of the cache.
     cuda_head_dims
-        What the CUDA kernel in question is written for.
+        What the CUDA kernel in question is written for; empty where there is none.
 
     Raises
     ------
@@ -50,7 +50,8 @@ def choose_backend(
         return "naive"
     why_no_cuda = _why_no_cuda(device)
     if why_no_cuda is None and head_dim not in cuda_head_dims:
-        why_no_cuda = f"head_dim is {head_dim}; accepted: {', '.join(map(str, cuda_head_dims))}"
+        accepted = f"head_dim is {head_dim}; accepted: {', '.join(map(str, cuda_head_dims))}"
+        why_no_cuda = accepted if cuda_head_dims else "this kernel is not written in CUDA"
     if backend is None and why_no_cuda is None:
         return "cuda"
     reason = why_no_cuda if backend == "cuda" else _why_no_triton(device)

@@ -8,6 +8,7 @@ import torch
 
 from kvlab.calibrate import Calibration, calibrated_scheme
 from kvlab.kernels.folding import Folding, check_key_quantizer, check_quantizer
+from kvlab.kernels.restore import restore
 from kvlab.quantizers import UnequalInteger
 from kvlab.schemes import Scheme, get_scheme
 from kvlab.serving.options import Options
@@ -36,15 +37,13 @@ def served_scheme(options: Options) -> Scheme:
 class ValueMap:
     """What a layer's values meet before they are stored, and its outputs afterwards.
 
-    The weights of an output o = Σ w v add up to 1, so that it comes back from the map as a single value does.
-
     Attributes
     ----------
     matrix, bias
         A and −A μ, float32 ``[num_kv_heads, head_dim, head_dim]`` and ``[num_kv_heads, head_dim]``.
     inverse, mean
-        A⁻ᵀ and μ, bfloat16 ``[num_kv_heads, head_dim, head_dim]`` and ``[num_kv_heads, 1, head_dim]``: rounding them
-        costs an output about what rounding itself does.
+        A⁻ᵀ and μ, bfloat16 ``[num_kv_heads, head_dim, head_dim]`` and float32 ``[num_kv_heads, head_dim]``: rounding
+        the matrix costs an output about what rounding itself does.
     """
 
     matrix: torch.Tensor
@@ -54,9 +53,7 @@ class ValueMap:
 
     def restore(self, output: torch.Tensor) -> None:
         """Map bfloat16 ``[tokens, num_heads, head_dim]`` back, in place."""
-        grouped = output.unflatten(1, (len(self.mean), -1)).transpose(0, 1)
-        rows = torch.baddbmm(self.mean, grouped.flatten(1, 2), self.inverse)
-        grouped.copy_(rows.view(grouped.shape))
+        restore(output, self.inverse, self.mean)
 
 
 def value_map(
@@ -84,7 +81,7 @@ def value_map(
         (matrix - bias).mT.contiguous().to(device),
         bias[:, 0].contiguous().to(device),
         (inverse - mean).bfloat16().contiguous().to(device),
-        mean.bfloat16().to(device),
+        mean[:, 0].float().contiguous().to(device),
     )
 
 

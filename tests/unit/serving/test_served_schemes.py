@@ -100,7 +100,7 @@ def test_values_meet_the_schemes_map_and_outputs_come_back(gains, heads):
     output = expected.repeat_interleave(GROUP, dim=0).transpose(0, 1).bfloat16().contiguous()
     values.restore(output)
     back = every[heads].repeat_interleave(GROUP, dim=0).transpose(0, 1)
-    # Output, inverse and mean were rounded to BF16, 0.4 · 2⁻⁸ in the mean square, and once more in the end: four
-    # roundings of numbers up to 1.5 times as large, which is 1.2 · 2⁻⁸.
+    # Output and inverse were rounded to BF16, 0.4 · 2⁻⁸ in the mean square, and once more in the end: three roundings
+    # of numbers up to 1.5 times as large, which is 1.1 · 2⁻⁸.
     assert (output.float() - back).norm() <= 2 * 2**-8 * back.norm()
     assert value_map(kvlab.get_scheme("hadamard-int4"), LAYER, heads, **sizes) is None
