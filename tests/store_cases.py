@@ -10,12 +10,12 @@ from kvlab.kernels.folding import CODEC, REFIT, Folding, encoder
 from kvlab.kernels.layout import read_cells, write_cells
 from kvlab.kernels.naive.norm_rotate_store import normalise, rotate
 from kvlab.kernels.store import norm_rotate_store
-from kvlab.quantizers import UnequalInteger
+from kvlab.quantizers import RefitUnequalInteger, UnequalInteger
 from kvlab.quantizers.base import Quantizer
 
 EPS = 1e-3
 """Not the default, and beside the mean square of vectors of size 0.01 to 100 from large to nothing."""
-QUANTIZERS = (CODEC, REFIT, UnequalInteger(16))
+QUANTIZERS = (CODEC, REFIT, UnequalInteger(16), RefitUnequalInteger(16))
 """Those that the kernels write keys by."""
 PADDING = 48
 """Bytes between the blocks of a cache, a multiple of 16."""
@@ -64,7 +64,7 @@ class Case:
         quantizers = [REFIT if refit else CODEC for refit in (self.refit_keys, self.refit_values)]
         q_matrix, k_matrix = 3 * matrix(), matrix()
         if self.fine:
-            quantizers[0] = UnequalInteger(self.fine)
+            quantizers[0] = (RefitUnequalInteger if self.refit_keys else UnequalInteger)(self.fine)
             k_matrix, biases[0] = placed(quantizers[0], k_matrix, biases[0])
         return Folding(q_matrix, k_matrix, matrix() if self.v_matrix else None, *biases, *quantizers)
 
@@ -149,8 +149,8 @@ def all_cells(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def check_encoded(cells: torch.Tensor, x: torch.Tensor, quantizer: Quantizer) -> None:
     """Hold cells to what a quantizer encodes of the float32 vectors that they were made of.
 
-    The codec's bytes are the same, and those of unequal bits. Those of `REFIT` follow from sums of d numbers, whose
-    last bits depend on the order: about log2(d) 2^-24 of them. Scale and offset, rounded to fp16, whose steps are
+    The codec's bytes are the same, and those of unequal bits. Those of a searched range follow from sums of d numbers,
+    whose last bits depend on the order: about log2(d) 2^-24 of them. Scale and offset, rounded to fp16, whose steps are
     2^-10, then come out next to the reference's for one of a thousand vectors or fewer, and a choice between two
     candidates for fewer still. As fp16 holds the offset of a centred vector, 7.5 scales s, and the scale, which counts
     15 times, a step of both moves no number by more than 22.5 · 2^-10 s; both grids lie that near to the best, where
@@ -159,18 +159,28 @@ def check_encoded(cells: torch.Tensor, x: torch.Tensor, quantizer: Quantizer) ->
     """
     expected = encoder(quantizer)(x)
     other = (cells != expected).any(-1)
-    if quantizer != REFIT:
+    if not searched(quantizer):
         assert not other.any()
         return
     assert other.sum() <= 1 + other.numel() / 100
-    error, reference, plain = (squared_error(stored, x) for stored in (cells, expected, codec.encode(x)))
+    plainly = CODEC if quantizer == REFIT else UnequalInteger(quantizer.fine)
+    error, reference, plain = (squared_error(stored, x, quantizer) for stored in (cells, expected, encoder(plainly)(x)))
     assert (error <= 1.01 * reference).all()
     # Never worse than the codec, but for the last bits of two sums.
     assert (error <= (1 + 2**-17) * plain).all()
 
 
-def squared_error(cells: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return (codec.decode(cells).double() - x).square().sum(-1)
+def searched(quantizer: Quantizer) -> bool:
+    return quantizer == REFIT or isinstance(quantizer, RefitUnequalInteger)
+
+
+def squared_error(cells: torch.Tensor, x: torch.Tensor, quantizer: Quantizer) -> torch.Tensor:
+    """What is read errs, squared; channels that are not stored do not count."""
+    read, dim = codec.decode(cells).double(), x.shape[-1]
+    if not isinstance(quantizer, UnequalInteger):
+        return (read - x).square().sum(-1)
+    read = read @ quantizer.expansion(dim).to(read).mT
+    return (read - x)[..., : dim - quantizer.fine].square().sum(-1)
 
 
 def check_near_twin(case: Case, result: Result, *, device: str = "cpu", q_ratio: float) -> None:
@@ -238,5 +248,5 @@ def check_special_values(backend: str, device: str, *, head_dim: int, quantizer:
     # Half a step, and what fp16 takes from the offset and from 15 scales, both below 8.
     bound = (normal.amax(-1) - normal.amin(-1)) / 30 + 2 * 8 * 2**-11
     assert ((keys - normal).square().sum(-1) <= head_dim * bound**2).all()
-    if quantizer != REFIT:
+    if not searched(quantizer):
         assert ((keys - normal).abs() <= bound[:, None]).all()

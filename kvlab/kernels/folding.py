@@ -10,7 +10,7 @@ import torch
 
 from kvlab import codec
 from kvlab.checks import check_finite, check_vectors
-from kvlab.quantizers import AsymmetricInteger, RefitInteger, UnequalInteger
+from kvlab.quantizers import AsymmetricInteger, RefitInteger, RefitUnequalInteger, UnequalInteger
 from kvlab.quantizers.base import Quantizer
 
 _LARGEST_EXPONENT = 15
@@ -117,8 +117,9 @@ class Folding:
 
     @property
     def refits(self) -> tuple[bool, bool]:
-        """Whether keys and whether values are written by `REFIT`."""
-        return self.k_quantizer == REFIT, self.v_quantizer == REFIT
+        """Whether scale and offset of keys, and whether those of values, are searched."""
+        keys = self.k_quantizer == REFIT or isinstance(self.k_quantizer, RefitUnequalInteger)
+        return keys, self.v_quantizer == REFIT
 
     @property
     def fine(self) -> int:

@@ -18,7 +18,7 @@ from kvlab.quantizers.per_channel import PerChannelInteger
 from kvlab.quantizers.refit import RefitInteger
 from kvlab.quantizers.symmetric import SymmetricInteger
 from kvlab.quantizers.turboquant import TurboQuant
-from kvlab.quantizers.unequal import UnequalInteger
+from kvlab.quantizers.unequal import RefitUnequalInteger, UnequalInteger
 from kvlab.quantizers.zero_point import IntegerZeroPoint
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "PerTokenHead",
     "Quantizer",
     "RefitInteger",
+    "RefitUnequalInteger",
     "SymmetricInteger",
     "TurboQuant",
     "UnequalInteger",

@@ -92,7 +92,7 @@ class RefitInteger(Quantizer):
         """Find for float32 ``x`` what comes back, its codes, scale and offset."""
         best = least_error(x, self._clipped(x))
         for _ in range(self.rounds):
-            best = least_error(x, [best, _refit(x, *best[1:])])
+            best = least_error(x, [best, _with_stored(*refit(x, *best[1:]))])
         return best
 
     def _clipped(self, x: torch.Tensor) -> Iterator[_Grid]:
@@ -101,8 +101,10 @@ class RefitInteger(Quantizer):
             yield _with_stored(*quantize_asymmetric(x.clamp(low, high), _BITS))
 
 
-def _refit(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> _Grid:
-    """Regress ``x`` on its codes; then the nearest codes for that scale and offset."""
+def refit(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Regress float32 ``x`` on its codes: the nearest codes for the new scale and offset, and these."""
     n = x.shape[-1]
     # Distances from the old offset, whose products lose nothing to a large mean. Sums of codes are exact.
     above = x - offset
@@ -116,7 +118,7 @@ def _refit(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, offset: to
     products = products - (new_offset - offset) * sum_codes
     new_scale = to_fp16(divide_or_zero(products, squares).clamp_(min=0))
     codes = divide_or_zero_(x - new_offset, new_scale).round_().clamp_(0, _LARGEST_CODE)
-    return _with_stored(codes, new_scale, new_offset)
+    return codes, new_scale, new_offset
 
 
 def _with_stored(codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> _Grid:

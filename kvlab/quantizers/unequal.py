@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +12,17 @@ from kvlab.quantizers.base import Quantizer
 from kvlab.quantizers.granularity import PerTokenHead
 from kvlab.quantizers.integer import dequantize_asymmetric_, quantize_asymmetric
 from kvlab.quantizers.packing import Grid, encode_vectors
+from kvlab.quantizers.refit import RefitInteger, refit
 from kvlab.quantizers.rounding import divide, divide_or_zero_
+from kvlab.quantizers.selection import clipped_ranges, least_error
 
 _BITS = 4
 _LARGEST_CODE = 2**_BITS - 1
 STEPS = 2**_BITS + 1
 """Of the fine codes to one of the others: 17, since 255 of the ones are 15 of the others."""
+
+_SEARCH = RefitInteger()
+_Grid = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -101,25 +107,56 @@ class UnequalInteger(Quantizer):
             raise ValueError(f"fine is {self.fine}; accepted at head_dim {head_dim}: less than {head_dim / 2:g}")
 
     def _roundtrip(self, x: torch.Tensor) -> torch.Tensor:
-        codes, fine, scale, offset = self._quantize(x)
-        out = torch.zeros_like(x)
-        out[..., : codes.shape[-1]] = dequantize_asymmetric_(codes, scale, offset)
-        # s·code is exact.
-        out[..., : self.fine] = divide(fine * scale, STEPS) + offset
-        return out
+        back, *_ = self._fit(self._stored(x))
+        return torch.nn.functional.pad(back, (0, self.fine))
 
     def _placed_codes(self, x: torch.Tensor) -> Grid:
-        codes, fine, scale, offset = self._quantize(x)
+        _, codes, fine, scale, offset = self._fit(self._stored(x))
         high = (fine / 2**_BITS).floor_()
         return torch.cat([high, codes[..., self.fine :], fine - high * 2**_BITS], dim=-1), scale, offset
 
-    def _quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes of the channels that are stored, and the fine ones' in 8 bits; scale and offset."""
+    def _stored(self, x: torch.Tensor) -> torch.Tensor:
         self._check(x.shape[-1])
-        stored = x[..., : x.shape[-1] - self.fine]
-        codes, scale, offset = quantize_asymmetric(stored, _BITS)
-        steps = divide_or_zero_(stored[..., : self.fine] - offset, scale)
-        return codes, steps.mul_(STEPS).round_().clamp_(0, STEPS * _LARGEST_CODE), scale, offset
+        return x[..., : x.shape[-1] - self.fine]
+
+    def _fit(self, x: torch.Tensor) -> _Grid:
+        """Find for the channels that are stored what comes back, codes, the fine ones' in 8 bits, scale and offset."""
+        return self._on(x, *quantize_asymmetric(x, _BITS))
+
+    def _on(self, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> _Grid:
+        """Complete the codes on a range by the fine ones."""
+        steps = divide_or_zero_(x[..., : self.fine] - offset, scale)
+        fine = steps.mul_(STEPS).round_().clamp_(0, STEPS * _LARGEST_CODE)
+        back = dequantize_asymmetric_(codes.clone(), scale, offset)
+        # s·code is exact.
+        back[..., : self.fine] = divide(fine * scale, STEPS) + offset
+        return back, codes, fine, scale, offset
+
+
+class RefitUnequalInteger(UnequalInteger):
+    """`UnequalInteger` whose scale and offset are searched as `RefitInteger`'s are, by the error of all that is stored.
+
+    The ranges tried are those of `RefitInteger`; the regression is of the channels of four bits alone. Since the
+    unclipped range is the first candidate, no vector is stored worse than by `UnequalInteger`. A fine channel outside
+    of a range takes its end, which counts as any error does: `kvlab.calibrate.unequal` keeps them small enough.
+
+    References
+    ----------
+    This project.
+    """
+
+    def _fit(self, x: torch.Tensor) -> _Grid:
+        best = least_error(x, self._clipped(x))
+        for _ in range(_SEARCH.rounds):
+            _, codes, _, scale, offset = best
+            coarse, *grid = refit(x[..., self.fine :], codes[..., self.fine :], scale, offset)
+            best = least_error(x, [best, self._on(x, torch.cat([codes[..., : self.fine], coarse], dim=-1), *grid)])
+        return best
+
+    def _clipped(self, x: torch.Tensor) -> Iterator[_Grid]:
+        lowest, highest = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+        for low, high in clipped_ranges(lowest, highest, _SEARCH.clips):
+            yield self._on(x, *quantize_asymmetric(x.clamp(low, high), _BITS))
 
 
 def _identity(size: int) -> torch.Tensor:

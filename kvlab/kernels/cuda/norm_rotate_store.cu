@@ -166,7 +166,7 @@ __device__ __forceinline__ void store_cells(const float (&y)[HELD][PIECE], const
   Range range[HELD];
   find_ranges(range, y);
   Stored fitted[HELD];
-  if constexpr (REFIT) refit(fitted, y, range, (cells.tokens - first_token + 7) / 8, exchange.sums);
+  if constexpr (REFIT) refit<FINE>(fitted, y, range, (cells.tokens - first_token + 7) / 8, exchange.sums);
 #pragma unroll
   for (int i = 0; i < HELD; i++) {
     const int row = first_token + 8 * i + me.g;
@@ -218,7 +218,7 @@ norm_rotate_store(const uint16_t* qkv, int64_t token_stride, int tokens, const i
       float y[HELD][PIECE];
       rotate_cells(y, now, !is_value, affine, eps);
       if (FINE_KEYS > 0 && !is_value) {
-        store_cells<false, FINE_KEYS>(y, cells, first, now.slots, cache);
+        store_cells<REFIT_KEYS, FINE_KEYS>(y, cells, first, now.slots, cache);
       } else if (is_value ? REFIT_VALUES : REFIT_KEYS) {
         store_cells<true, 0>(y, cells, first, now.slots, cache);
       } else {

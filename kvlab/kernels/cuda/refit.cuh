@@ -1,5 +1,7 @@
 // The encoder of kvlab/quantizers/refit.py, with its own clips and round: of four ranges the one of least squared error; then scale and
-// offset of least squared error for its codes, and codes anew, kept where they err less. It writes what the codec writes.
+// offset of least squared error for its codes, and codes anew, kept where they err less. It writes what the codec writes. With FINE
+// channels of unequal bits, RefitUnequalInteger of kvlab/quantizers/unequal.py: they err as finely as they are stored, the last FINE
+// components, copies of the first, do not count, and the regression is of the channels between.
 //
 // Sums run over a vector's 16 lanes in four warps. Four numbers are summed at once: see `sum_of_lanes`.
 #pragma once
@@ -39,9 +41,25 @@ struct Grid {
   __device__ __forceinline__ float nearest(float x) const { return within(divide(x - offset, scale, reciprocal) + TO_INTEGER); }
   // The other one where x is as good as half-way between two: either errs the same.
   __device__ __forceinline__ float one_of_nearest(float x) const { return within(fmaf(x - offset, reciprocal, TO_INTEGER)); }
-  __device__ __forceinline__ float squared_error(float x, float code) const {
-    const float error = fmaf(code - TO_INTEGER, scale, offset) - x;
+  __device__ __forceinline__ float squared_error(float x, float code, float steps = 1.f) const {
+    const float error = fmaf((code - TO_INTEGER) * (1.f / steps), scale, offset) - x;
     return error * error;
+  }
+  // FINE_STEPS times as fine, held alike.
+  __device__ __forceinline__ float nearest_fine(float x) const {
+    return fminf(fmaxf(FINE_STEPS * divide(x - offset, scale, reciprocal), 0.f), FINE_STEPS * LARGEST_CODE) + TO_INTEGER;
+  }
+  // What channel d errs, and in four bits its code if that is the nearest, or one of two.
+  template <int FINE>
+  __device__ __forceinline__ float squared_error_of(float x, float code, int d) const {
+    if (FINE > 0 && d >= HEAD_DIM - FINE) return 0.f;
+    return FINE > 0 && d < FINE ? squared_error(x, nearest_fine(x), FINE_STEPS) : squared_error(x, code);
+  }
+  // The four bits that are stored in the place of channel d.
+  template <int FINE>
+  __device__ __forceinline__ uint32_t bits_of(float x, float code, int d) const {
+    if (FINE > 0 && (d < FINE || d >= HEAD_DIM - FINE)) return __float_as_uint(nearest_fine(x)) >> (d < FINE ? 4 : 0) & 15;
+    return __float_as_uint(code) & 15;
   }
   __device__ __forceinline__ float within(float code) const { return fminf(fmaxf(code, first), last); }
 };
@@ -71,9 +89,8 @@ __device__ __forceinline__ void sum_of_quarters(float (&sum)[4], const float (&o
   }
 }
 
-// The grid of least squared error for codes c of numbers x: `moments` are the sums of c, c^2, x - offset and c (x - offset).
-__device__ __forceinline__ Grid regress(const float (&moments)[4], float offset) {
-  constexpr float n = HEAD_DIM;
+// The grid of least squared error for codes c of n numbers x: `moments` are the sums of c, c^2, x - offset and c (x - offset).
+__device__ __forceinline__ Grid regress(const float (&moments)[4], float offset, float n) {
   const float codes = moments[0], squares = moments[1], above = moments[2], products = moments[3];
   // Of integers, and exact.
   const float spread = squares * n - codes * codes;
@@ -85,9 +102,11 @@ __device__ __forceinline__ Grid regress(const float (&moments)[4], float offset)
 }
 
 // Encode the block's vectors, of each eight the first `held`.
+template <int FINE>
 __device__ __forceinline__ void refit(Stored (&stored)[HELD], const float (&y)[HELD][PIECE], const Range (&range)[HELD], int held,
                                       Sums& sums) {
   const Lane me;
+  const int d = 32 * me.warp + PIECE * me.t;
 #pragma unroll
   for (int i = 0; i < HELD; i++) {
     if (i >= held) break;
@@ -96,7 +115,7 @@ __device__ __forceinline__ void refit(Stored (&stored)[HELD], const float (&y)[H
     for (int c = 0; c < CANDIDATES; c++) {
       const Grid grid = clipped(range[i], c);
 #pragma unroll
-      for (int k = 0; k < PIECE; k++) errors[c] += grid.squared_error(y[i][k], grid.one_of_nearest(y[i][k]));
+      for (int k = 0; k < PIECE; k++) errors[c] += grid.squared_error_of<FINE>(y[i][k], grid.one_of_nearest(y[i][k]), d + k);
     }
     sums.errors[me.warp][8 * i + me.g][me.t] = sum_of_lanes(errors);
   }
@@ -118,8 +137,9 @@ __device__ __forceinline__ void refit(Stored (&stored)[HELD], const float (&y)[H
 #pragma unroll
     for (int k = 0; k < PIECE; k++) {
       const float held_code = grid.nearest(y[i][k]), code = held_code - TO_INTEGER, above = y[i][k] - grid.offset;
-      moments[0] += code, moments[1] += code * code, moments[2] += above, moments[3] += code * above;
-      word |= (__float_as_uint(held_code) & 15) << 4 * k;
+      if (FINE == 0 || (d + k >= FINE && d + k < HEAD_DIM - FINE))
+        moments[0] += code, moments[1] += code * code, moments[2] += above, moments[3] += code * above;
+      word |= grid.bits_of<FINE>(y[i][k], held_code, d + k) << 4 * k;
     }
     stored[i] = {word, grid.scale_bits, grid.offset_bits};
     sums.moments[me.warp][8 * i + me.g][me.t] = sum_of_lanes(moments);
@@ -132,13 +152,13 @@ __device__ __forceinline__ void refit(Stored (&stored)[HELD], const float (&y)[H
     if (i >= held) break;
     float moments[4];
     sum_of_quarters(moments, sums.moments, 8 * i + me.g);
-    const Grid grid = regress(moments, from_half(stored[i].offset));
+    const Grid grid = regress(moments, from_half(stored[i].offset), HEAD_DIM - 2 * FINE);
     uint32_t word = 0;
 #pragma unroll
     for (int k = 0; k < PIECE; k++) {
       const float code = grid.nearest(y[i][k]);
-      errors[i] += grid.squared_error(y[i][k], code);
-      word |= (__float_as_uint(code) & 15) << 4 * k;
+      errors[i] += grid.squared_error_of<FINE>(y[i][k], code, d + k);
+      word |= grid.bits_of<FINE>(y[i][k], code, d + k) << 4 * k;
     }
     refitted[i] = {word, grid.scale_bits, grid.offset_bits};
   }

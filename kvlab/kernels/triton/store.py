@@ -201,16 +201,14 @@ def _store(
 ):
     """Encode vectors: codes of 4 dimensions to byte ``at``, scale and offset to two rows of metadata."""
     if REFIT:
-        codes, scale, offset = _refit(y, HEAD_DIM, TOKENS)
+        codes, scale, offset = _refit(y, HEAD_DIM, TOKENS, FINE)
     else:
-        codes, scale, offset = _encode(y, tl.min(y, 1), tl.max(y, 1), HEAD_DIM, TOKENS)
-        if FINE > 0:
-            # The last channels are copies of the first: these keep the high halves of eight bits, those the low ones.
-            channel = tl.arange(0, HEAD_DIM)[None, :]
-            fine = _nearest(y, scale, offset, HEAD_DIM, TOKENS, _FINE_STEPS)
-            high = tl.floor(fine / 16)
-            codes = tl.where(channel < FINE, high, codes)
-            codes = tl.where(channel >= HEAD_DIM - FINE, fine - 16 * high, codes)
+        codes, scale, offset = _encode(y, y, tl.min(y, 1), tl.max(y, 1), HEAD_DIM, TOKENS, FINE)
+    if FINE > 0:
+        # The last channels are copies of the first: these keep the high halves of eight bits, those the low ones.
+        channel = tl.arange(0, HEAD_DIM)[None, :]
+        high = tl.floor(codes / 16)
+        codes = tl.where(channel >= HEAD_DIM - FINE, codes - 16 * high, tl.where(channel < FINE, high, codes))
     shifts = tl.arange(0, HEAD_DIM)[None, :] % 4 * 4
     words = tl.sum(tl.reshape(codes.to(tl.int32) << shifts, (TOKENS, HEAD_DIM // 4, 4)), 2)
     tl.store((region[:, None] + at).to(tl.pointer_type(tl.uint16)), words.to(tl.uint16), mask[:, None])
@@ -221,13 +219,13 @@ def _store(
 
 
 @triton.jit
-def _encode(y, low, high, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
-    """Encode vectors that lie between ``low`` and ``high`` as the codec does: codes, scale and offset."""
+def _encode(within, y, low, high, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, FINE: tl.constexpr):
+    """Encode vectors, ``within`` being ``y`` between ``low`` and ``high``, as the codec does: codes, scale, offset."""
     # Adding 0 makes the zero positive.
     offset = (low + 0.0).to(tl.float16)
     span = tl.maximum(high - offset.to(tl.float32), 0.0)
     scale = tl.div_rn(span, tl.full((TOKENS,), _LARGEST_CODE, tl.float32)).to(tl.float16)
-    return _nearest(y, scale, offset, HEAD_DIM, TOKENS), scale, offset
+    return _with_fine(_nearest(within, scale, offset, HEAD_DIM, TOKENS), y, scale, offset, FINE), scale, offset
 
 
 @triton.jit
@@ -239,45 +237,66 @@ def _nearest(y, scale, offset, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, STE
 
 
 @triton.jit
-def _squared_error(y, codes, scale, offset):
-    """Sum what the stored vectors err, squared."""
-    error = codes * scale.to(tl.float32)[:, None] + offset.to(tl.float32)[:, None] - y
+def _with_fine(codes, y, scale, offset, FINE: tl.constexpr):
+    """Put codes of eight bits in both places of the fine channels."""
+    if FINE > 0:
+        channel = tl.arange(0, y.shape[1])[None, :]
+        fine = _nearest(y, scale, offset, y.shape[1], y.shape[0], _FINE_STEPS)
+        codes = tl.where((channel < FINE) | (channel >= y.shape[1] - FINE), fine, codes)
+    return codes
+
+
+@triton.jit
+def _squared_error(y, codes, scale, offset, FINE: tl.constexpr):
+    """Sum what the stored vectors err, squared; a fine channel counts in the first of its places."""
+    scale, offset = scale.to(tl.float32)[:, None], offset.to(tl.float32)[:, None]
+    error = codes * scale + offset - y
+    if FINE > 0:
+        channel = tl.arange(0, y.shape[1])[None, :]
+        error = tl.where(channel < FINE, codes * scale / _FINE_STEPS + offset - y, error)
+        error = tl.where(channel < y.shape[1] - FINE, error, 0.0)
     return tl.sum(error * error, 1)
 
 
 @triton.jit
-def _refit(y, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
-    """Encode as `kvlab.quantizers.RefitInteger` does: the best of four ranges, then a regression on its codes."""
+def _refit(y, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, FINE: tl.constexpr):
+    """Encode as `RefitInteger`, or `RefitUnequalInteger`: the best of four ranges, then a regression on its codes."""
     lowest, highest = tl.min(y, 1), tl.max(y, 1)
     cut = (highest - lowest) * _CLIP
-    codes, scale, offset = _encode(y, lowest, highest, HEAD_DIM, TOKENS)
-    least = _squared_error(y, codes, scale, offset)
+    codes, scale, offset = _encode(y, y, lowest, highest, HEAD_DIM, TOKENS, FINE)
+    least = _squared_error(y, codes, scale, offset, FINE)
     for candidate in tl.static_range(1, 4):
         low = lowest + cut if candidate // 2 else lowest
         high = highest - cut if candidate % 2 else highest
         within = tl.minimum(tl.maximum(y, low[:, None]), high[:, None])
-        new_codes, new_scale, new_offset = _encode(within, low, high, HEAD_DIM, TOKENS)
-        codes, scale, offset, least = _better(y, codes, scale, offset, least, new_codes, new_scale, new_offset)
+        new_codes, new_scale, new_offset = _encode(within, y, low, high, HEAD_DIM, TOKENS, FINE)
+        codes, scale, offset, least = _better(y, codes, scale, offset, least, new_codes, new_scale, new_offset, FINE)
     old_offset = offset.to(tl.float32)
-    above = y - old_offset[:, None]
-    sum_codes, sum_above = tl.sum(codes, 1), tl.sum(above, 1)
-    squares, products = tl.sum(codes * codes, 1), tl.sum(codes * above, 1)
+    above, regressed = y - old_offset[:, None], codes
+    if FINE > 0:
+        channel = tl.arange(0, HEAD_DIM)[None, :]
+        coarse = (channel >= FINE) & (channel < HEAD_DIM - FINE)
+        above, regressed = tl.where(coarse, above, 0.0), tl.where(coarse, codes, 0.0)
+    n: tl.constexpr = HEAD_DIM - 2 * FINE
+    sum_codes, sum_above = tl.sum(regressed, 1), tl.sum(above, 1)
+    squares, products = tl.sum(regressed * regressed, 1), tl.sum(regressed * above, 1)
     # Of integers, and exact; where it is 0 so is what it divides, or should be.
-    spread = squares * HEAD_DIM - sum_codes * sum_codes
-    slope = (products * HEAD_DIM - sum_codes * sum_above) / tl.where(spread > 0, spread, float("inf"))
-    new_offset = (old_offset + (sum_above - slope * sum_codes) / HEAD_DIM).to(tl.float16)
+    spread = squares * n - sum_codes * sum_codes
+    slope = (products * n - sum_codes * sum_above) / tl.where(spread > 0, spread, float("inf"))
+    new_offset = (old_offset + (sum_above - slope * sum_codes) / n).to(tl.float16)
     # The best scale for the offset as fp16 holds it.
     products -= (new_offset.to(tl.float32) - old_offset) * sum_codes
     new_scale = tl.maximum(products / tl.where(squares > 0, squares, float("inf")), 0.0).to(tl.float16)
     new_codes = _nearest(y, new_scale, new_offset, HEAD_DIM, TOKENS)
-    codes, scale, offset, least = _better(y, codes, scale, offset, least, new_codes, new_scale, new_offset)
+    new_codes = _with_fine(new_codes, y, new_scale, new_offset, FINE)
+    codes, scale, offset, least = _better(y, codes, scale, offset, least, new_codes, new_scale, new_offset, FINE)
     return codes, scale, offset
 
 
 @triton.jit
-def _better(y, codes, scale, offset, least, new_codes, new_scale, new_offset):
+def _better(y, codes, scale, offset, least, new_codes, new_scale, new_offset, FINE: tl.constexpr):
     """Choose the new ones where they err clearly less, and say how much the chosen err; not finite is not less."""
-    error = _squared_error(y, new_codes, new_scale, new_offset)
+    error = _squared_error(y, new_codes, new_scale, new_offset, FINE)
     less = error < least * _CLEARLY_LESS
     return (
         tl.where(less[:, None], new_codes, codes),

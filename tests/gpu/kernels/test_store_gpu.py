@@ -42,6 +42,10 @@ def backend(request):
     Case(33, 24, 2, v_matrix=True, fine=8),
     Case(46, 24, 2, slots=45, bias=False, refit_values=True, fine=63),
     Case(3001, 48, 4, block_size=64, slots=2990, v_matrix=True, fine=24),
+    Case(1, 12, 1, fine=16, refit_keys=True),
+    Case(39, 24, 2, v_matrix=True, fine=8, refit_keys=True, refit_values=True),
+    Case(46, 24, 2, slots=45, bias=False, fine=63, refit_keys=True),
+    Case(3001, 48, 4, block_size=64, slots=2990, v_matrix=True, fine=24, refit_keys=True),
 )
 def test_agrees_with_twin(backend, case):
     # Beside its rounding to bfloat16 a query has an error from the fp16 matrix, an eighth as large: 1.01 of one alone.

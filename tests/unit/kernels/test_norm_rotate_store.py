@@ -110,6 +110,9 @@ SHAPES = cases(
     Case(33, 2, 2, fine=16),
     Case(33, 4, 1, head_dim=64, bias=False, fine=31, refit_values=True),
     Case(17, 2, 1, head_dim=256, per_head=False, fine=3),
+    Case(33, 2, 2, fine=16, refit_keys=True),
+    Case(70, 4, 1, head_dim=64, bias=False, fine=31, refit_keys=True),
+    Case(17, 2, 1, head_dim=256, per_head=False, fine=3, refit_keys=True),
 )
 
 
@@ -152,7 +155,7 @@ def test_cells_of_another_encoder_are_noticed(quantizer):
 
 @pytest.mark.parametrize(
     ("num_kv_heads", "group", "sides"),
-    [(2, 12, (0, 0, 0)), (4, 12, (1, 1, 0)), (1, 1, (1, 0, 0)), (8, 4, (0, 1, 16)), (4, 12, (0, 0, 24))],
+    [(2, 12, (0, 0, 0)), (4, 12, (1, 1, 0)), (1, 1, (1, 0, 0)), (8, 4, (0, 1, 16)), (4, 12, (1, 0, 24))],
     ids=str,
 )
 def test_cuda_kernel_compiles(num_kv_heads, group, sides, monkeypatch, tmp_path):
