@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from kvlab.calibrate import Calibration, calibrate
 from kvlab.capture_files import StoredCapture, open_capture
 from kvlab.capture_job import choose_device
-from kvlab.measure import layers_lowered_by_folding, measure_captures, over_texts
-from kvlab.schemes import Scheme
+from kvlab.error_table import fill_error_table
+from kvlab.measure import by_text, layers_lowered_by_folding, measure_captures, outlier_table, over_texts
+from kvlab.schemes import get_schemes
 
 SCHEMES = ("fp8", "int4", "hadamard-int4", "hadamard-int4-with-gain", "int4-per-token-head", "turboquant-4bit")
 
@@ -29,7 +31,11 @@ def open_captures(folders: Sequence[Path], device: torch.device | str = "cpu") -
     captures = {folder.resolve().name: open_capture(folder, device) for folder in folders}
     if len(captures) < len(folders):
         raise ValueError(f"captures are {', '.join(map(str, folders))}; accepted: folders of different names")
-    for field, meaning in {"config_hash": "architectures", "revision": "revisions of a model"}.items():
+    for field, meaning in {
+        "config_hash": "architectures",
+        "revision": "revisions of a model",
+        "model": "names",
+    }.items():
         found = {getattr(capture.manifest, field) for capture in captures.values()}
         if len(found) > 1:
             raise ValueError(f"captures are of {len(found)} {meaning}; accepted: captures of one model")
@@ -40,28 +46,57 @@ def open_captures(folders: Sequence[Path], device: torch.device | str = "cpu") -
 
 
 def measure(
-    folders: Sequence[Path], schemes: Sequence[str] | None, calibration: Path | None, device: str | None
+    folders: Sequence[Path],
+    schemes: Sequence[str] | None,
+    calibrations: Sequence[Path],
+    device: str | None,
+    *,
+    exact_first: int = 0,
+    exact_recent: int = 0,
+    out: Path | None = None,
+    command: str = "",
 ) -> dict[str, pd.DataFrame]:
-    """Tables of `measure_captures` for captures on disk, a calibration measured beside the schemes.
+    """Tables of `measure_captures` for captures on disk, calibrations measured beside the schemes.
+
+    Parameters
+    ----------
+    folders
+        Of the captures.
+    schemes
+        Names; None or none is `SCHEMES`.
+    calibrations
+        Files, each measured under its name without the ending.
+    device
+        ``cuda`` where there is one, else ``cpu``.
+    exact_first, exact_recent
+        Tokens that are not stored, as in `measure_captures`.
+    out
+        A CSV file to which errors are written capture by capture (`fill_error_table`); what it has is not measured
+        again.
+    command
+        Recorded there.
 
     Raises
     ------
     ValueError
-        A capture, scheme or calibration file that is not accepted.
+        A capture, scheme, calibration or table's file that is not accepted, or two schemes of one name.
     """
     captures = open_captures(folders, choose_device(device))
-    chosen: list[str | Scheme] = list(schemes or SCHEMES)
-    if calibration is not None:
-        manifest = next(iter(captures.values())).manifest
-        loaded = Calibration.load(calibration, config_hash=manifest.config_hash)
-        loaded.check_applies(manifest.config_hash, manifest.layers, manifest.num_kv_heads, manifest.head_dim)
-        _check_calibration(loaded, calibration, captures)
-        chosen.append(loaded.scheme())
-    return measure_captures(captures, chosen, progress=True)
+    calibrated = [_load(path, captures).scheme(path.stem) for path in calibrations]
+    chosen = get_schemes([*(schemes or SCHEMES), *calibrated])
+    exact = {"exact_first": exact_first, "exact_recent": exact_recent}
+    if out is None:
+        return measure_captures(captures, chosen, **exact, progress=True)
+    hashes = {path.stem: hashlib.sha256(path.read_bytes()).hexdigest() for path in calibrations}
+    errors = fill_error_table(out, captures, chosen, hashes, **exact, command=command, progress=True)
+    return {"outliers": by_text(captures, outlier_table), "attention_error": errors}
 
 
-def _check_calibration(loaded: Calibration, path: Path, captures: Mapping[str, StoredCapture]) -> None:
-    """Refuse a calibration of another revision of the model, or one that has seen a text that it is measured on."""
+def _load(path: Path, captures: Mapping[str, StoredCapture]) -> Calibration:
+    """Load a calibration; refuse one of another model or revision, or that has seen a text that it is measured on."""
+    manifest = next(iter(captures.values())).manifest
+    loaded = Calibration.load(path, config_hash=manifest.config_hash)
+    loaded.check_applies(manifest.config_hash, manifest.layers, manifest.num_kv_heads, manifest.head_dim)
     seen = {"calibrated on": loaded.texts["captures"], "decided by": loaded.texts["holdout"]}
     for name, capture in captures.items():
         for role, entries in seen.items():
@@ -69,6 +104,7 @@ def _check_calibration(loaded: Calibration, path: Path, captures: Mapping[str, S
                 raise ValueError(f"capture {name} is of a text that {path} was {role}; accepted: another text")
             if any(capture.manifest.revision != revision for _, revision in entries):
                 raise ValueError(f"capture {name} is of another revision of the model than {path}; accepted: the same")
+    return loaded
 
 
 def as_document(tables: Mapping[str, pd.DataFrame]) -> dict[str, object]:

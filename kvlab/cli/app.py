@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from typing import Annotated
 
 import typer
@@ -18,6 +20,11 @@ app = typer.Typer(
 )
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+
+
+def typed_command() -> str:
+    """Return the command as it was typed, for the record of what it writes."""
+    return shlex.join(["kvlab", *sys.argv[1:]])
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001 (typer's callback form)

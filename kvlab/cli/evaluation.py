@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import reprlib
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvlab.cli.app import JsonOption, app
+from kvlab.cli.app import JsonOption, app, typed_command
 from kvlab.defaults import GPQA_RUNS
 
 if TYPE_CHECKING:
@@ -75,7 +73,11 @@ def ruler_command(
     setup = _setup(base_url, model, scheme, device, concurrent, timeout)
     settings = job.Settings(prompts, seed, _generation(generation), chat, tokenizer)
     lengths = length or job.RULER_LENGTHS
-    _say(job.ruler(setup, out, tasks=task or (), lengths=lengths, settings=settings, command=_command()), out, as_json)
+    _say(
+        job.ruler(setup, out, tasks=task or (), lengths=lengths, settings=settings, command=typed_command()),
+        out,
+        as_json,
+    )
 
 
 @evaluation.command(name="gpqa")
@@ -103,7 +105,9 @@ def gpqa_command(
 
     setup = _setup(base_url, model, scheme, device, concurrent, timeout)
     settings = job.Settings(prompts, seed, _generation(generation), chat)
-    table = job.gpqa(setup, out, task=task, max_tokens=max_tokens, runs=runs, settings=settings, command=_command())
+    table = job.gpqa(
+        setup, out, task=task, max_tokens=max_tokens, runs=runs, settings=settings, command=typed_command()
+    )
     _say(table, out, as_json)
 
 
@@ -149,10 +153,6 @@ def _generation(pairs: list[str] | None) -> dict[str, object]:
         except (ValueError, RecursionError):
             raise ValueError(f"generation is {reprlib.repr(pair)}; accepted: KEY=VALUE, as temperature=0.6") from None
     return settings
-
-
-def _command() -> str:
-    return shlex.join(["kvlab", *sys.argv[1:]])
 
 
 def _say(table: pd.DataFrame, out: Path, as_json: bool) -> None:  # noqa: FBT001 (a flag handed through)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvlab.cli.app import JsonOption, app
+from kvlab.cli.app import JsonOption, app, typed_command
 
 
 @app.command()
@@ -111,14 +111,34 @@ def measure_command(
     scheme: Annotated[
         list[str] | None, typer.Option(help="A scheme to measure; may be repeated. Default: the write-up's and vLLM's.")
     ] = None,
-    calibration: Annotated[Path | None, typer.Option(help="A calibration file, measured as 'calibrated'.")] = None,
+    calibration: Annotated[
+        list[Path] | None,
+        typer.Option(help="A calibration file, measured under its name without the ending; may be repeated."),
+    ] = None,
+    exact_first: Annotated[int, typer.Option(min=0, help="So many first tokens are not stored.")] = 0,
+    exact_recent: Annotated[
+        int, typer.Option(min=0, help="So many of the last tokens that a query sees are not stored.")
+    ] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The errors as CSV, written capture by capture; one that exists is continued."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; default: cuda where there is one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Outlier ratios and attention-output error per layer, of one or several captures of a model."""
     from kvlab import measure_job
 
-    tables = measure_job.measure(captures, scheme, calibration, device)
+    tables = measure_job.measure(
+        captures,
+        scheme,
+        calibration or [],
+        device,
+        exact_first=exact_first,
+        exact_recent=exact_recent,
+        out=out,
+        command=typed_command(),
+    )
     typer.echo(json.dumps(measure_job.as_document(tables)) if as_json else measure_job.as_text(tables))
 
 

@@ -14,7 +14,9 @@ from kvlab.recording import Capture, LayerCapture, query_positions
 from kvlab.schemes import Scheme, StoredAs, get_scheme, get_schemes
 
 BLOCK_SCORES = 1 << 24
-"""Scores held at once: 64 MB in float32, whatever the numbers of heads, queries and keys."""
+"""Scores held at once on a CPU: 64 MB in float32, whatever the numbers of heads, queries and keys."""
+DEVICE_BLOCK_SCORES = 1 << 28
+"""The same on a GPU, 1 GB: a block is 60 to 900 launches for every scheme, which take longer than little work."""
 
 Stored = Literal["K", "V", "KV"]
 STORED: tuple[Stored, ...] = ("K", "V", "KV")
@@ -51,6 +53,8 @@ class RunningAttention:
         self.shape = q.shape
         self.q = (q * scaling).reshape(num_kv_heads, -1, q.shape[-1])
         self.last = positions.repeat(len(q) // num_kv_heads)[:, None]
+        # A number, and read once: a GPU would be waited for at every block.
+        self.first_last = int(positions.min())
         # Finite, so that a query may see nothing of a block and have seen nothing yet.
         self.top = self.q.new_full((*self.q.shape[:2], 1), torch.finfo(torch.float32).min)
         self.mass = torch.zeros_like(self.top)
@@ -71,9 +75,9 @@ class RunningAttention:
         self, start: int, k: torch.Tensor, values: Sequence[torch.Tensor], only: torch.Tensor | None = None
     ) -> None:
         scores = self.q @ k.mT
-        seen = torch.arange(start, start + k.shape[-2], device=k.device)
-        if int(seen[-1]) > int(self.last.min()):
-            scores.masked_fill_(seen > self.last, float("-inf"))
+        end = start + k.shape[-2]
+        if end - 1 > self.first_last:
+            scores.masked_fill_(torch.arange(start, end, device=k.device) > self.last, float("-inf"))
         if only is not None:
             scores.masked_fill_(~only, float("-inf"))
         top = torch.maximum(self.top, scores.amax(-1, keepdim=True))
@@ -168,16 +172,19 @@ def _outputs(
         RunningAttention(layer.q[item].float(), layer.positions, layer.scaling, num_kv_heads)
         for _ in range(1 + len(keys))
     ]
-    step = max(1, BLOCK_SCORES // (layer.q.shape[1] * len(layer.positions)))
+    scores = BLOCK_SCORES if k.device.type == "cpu" else DEVICE_BLOCK_SCORES
+    step = max(1, scores // (layer.q.shape[1] * len(layer.positions)))
     for start in range(0, min(tokens, int(layer.positions.max()) + 1), step):
         block = slice(start, start + step)
         v_exact = v[:, block].float()
         v_stored = {side: read(block) for side, read in values.items()}
-        index = torch.arange(start, start + v_exact.shape[1], device=v.device)
-        distance = runs[0].last - index
-        near = (index < exact_first) | ((distance >= 0) & (distance < exact_recent))
-        kept = _Kept(near, k[:, block].float(), v_exact) if near.any() else None
-        runs[0].update(start, k[:, block].float(), [v_exact, *(v_stored.values() if "V" in stored else ())], kept)
+        k_exact, kept = k[:, block].float(), None
+        if exact_first or exact_recent:
+            index = torch.arange(start, start + v_exact.shape[1], device=v.device)
+            distance = runs[0].last - index
+            near = (index < exact_first) | ((distance >= 0) & (distance < exact_recent))
+            kept = _Kept(near, k_exact, v_exact) if near.any() else None
+        runs[0].update(start, k_exact, [v_exact, *(v_stored.values() if "V" in stored else ())], kept)
         for scheme, run, read in zip(with_keys, runs[1:], keys, strict=True):
             run.update(start, read(block), [v_exact, *([v_stored[scheme.values]] if "KV" in stored else ())], kept)
     exact, *with_v = runs[0].outputs()
@@ -335,6 +342,8 @@ def attention_error_table(
     schemes: Iterable[str | Scheme],
     *,
     stored: Iterable[Stored] = STORED,
+    exact_first: int = 0,
+    exact_recent: int = 0,
     progress: bool = False,
 ) -> pd.DataFrame:
     """Attention-output error of every captured layer under every scheme.
@@ -347,6 +356,8 @@ def attention_error_table(
         Names or `Scheme` objects.
     stored
         Which of ``"K"``, ``"V"``, ``"KV"`` to store.
+    exact_first, exact_recent
+        Tokens that are not stored, as in `layer_errors`; ``bits`` does not count them.
     progress
         Show a progress bar over layers on standard error.
 
@@ -359,12 +370,13 @@ def attention_error_table(
     Raises
     ------
     TypeError, ValueError
-        An unknown scheme or two of one name, or a capture that is empty, holds padding or saw no sampled position.
+        An unknown scheme or two of one name, a number of tokens that is none, or a capture that is empty, holds
+        padding or saw no sampled position.
     """
     schemes, stored = get_schemes(schemes), list(stored)
     rows = []
     for layer in measurable_layers(capture, label="attention error" if progress else None):
-        errors = layer_errors(layer, schemes, stored)
+        errors = layer_errors(layer, schemes, stored, exact_first=exact_first, exact_recent=exact_recent)
         head_dim = layer.k.shape[-1]
         for scheme in schemes:
             bits = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import pandas as pd
 
@@ -17,6 +17,8 @@ def measure_captures(
     schemes: Iterable[str | Scheme],
     *,
     stored: Iterable[Stored] = STORED,
+    exact_first: int = 0,
+    exact_recent: int = 0,
     progress: bool = False,
 ) -> dict[str, pd.DataFrame]:
     """Outlier ratios and attention-output errors of captures of one model on several texts.
@@ -29,6 +31,8 @@ def measure_captures(
         Names or `Scheme` objects.
     stored
         Which of ``"K"``, ``"V"``, ``"KV"`` to store.
+    exact_first, exact_recent
+        Tokens that are not stored, as in `attention_error_table`.
     progress
         Show progress bars on standard error.
 
@@ -47,13 +51,25 @@ def measure_captures(
     models = {capture.model_name for capture in captures.values()}
     if len(models) > 1:
         raise ValueError(f"captures are of {', '.join(sorted(models))}; accepted: captures of one model")
-    tables: dict[str, list[pd.DataFrame]] = {"outliers": [], "attention_error": []}
-    for name, capture in captures.items():
-        errors = attention_error_table(capture, schemes, stored=stored, progress=progress)
-        for kind, table in {"outliers": outlier_table(capture), "attention_error": errors}.items():
-            table.insert(0, "text", name)
-            tables[kind].append(table)
-    return {kind: pd.concat(parts, ignore_index=True) for kind, parts in tables.items()}
+    exact = {"exact_first": exact_first, "exact_recent": exact_recent}
+    errors = by_text(
+        captures, lambda one: attention_error_table(one, schemes, stored=stored, **exact, progress=progress)
+    )
+    return {"outliers": by_text(captures, outlier_table), "attention_error": errors}
+
+
+def by_text(captures: Mapping[str, Capture], measure: Callable[[Capture], pd.DataFrame]) -> pd.DataFrame:
+    """Return the tables that ``measure`` gives of captures as one, with a first column ``text``.
+
+    Parameters
+    ----------
+    captures
+        Name of the text → its capture.
+    measure
+        From a capture to a table, as `outlier_table`.
+    """
+    tables = {name: measure(capture) for name, capture in captures.items()}
+    return pd.concat(tables, names=["text"]).reset_index("text").reset_index(drop=True)
 
 
 def over_texts(table: pd.DataFrame, value: str, by: list[str]) -> pd.DataFrame:

@@ -10,8 +10,9 @@ import torch
 from kvlab.checks import FP16_MAX, check_finite, check_vectors
 
 BLOCK_VECTORS = 4096
-"""Vectors handled at once: at head_dim 128 a float32 block of 2 MB, which stays in a core's cache."""
-
+"""Vectors handled at once on a CPU: at head_dim 128 a float32 block of 2 MB, which stays in a core's cache."""
+DEVICE_BLOCK_VECTORS = 1 << 17
+"""The same on a GPU, 64 MB: a block is up to hundreds of launches, and its check waits for the GPU."""
 
 HEAP_BYTES = 30 << 20
 """Just under the largest piece whose freeing raises glibc's threshold (32 MiB); never written to."""
@@ -109,7 +110,8 @@ def map_blocks(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, *, p
     if x.ndim == 1:
         return map_blocks(fn, x[None], per_token=per_token)[0]
     tokens = x.shape[-2]
-    step = max(1, BLOCK_VECTORS * tokens * x.shape[-1] // x.numel()) if per_token else tokens
+    vectors = BLOCK_VECTORS if x.device.type == "cpu" else DEVICE_BLOCK_VECTORS
+    step = max(1, vectors * tokens * x.shape[-1] // x.numel()) if per_token else tokens
     out = torch.empty_like(x)
     # glibc returns freed memory to the system beyond a threshold that freeing one large piece raises;
     # below it every block would fault its temporaries in anew, which costs more than the arithmetic.

@@ -1,8 +1,11 @@
 """From a checkpoint on disk to figures, by the command line only."""
 
 import json
+import shlex
 import shutil
+import sys
 
+import pandas as pd
 import pytest
 import torch
 from checkpoint_fixtures import tiny_config, write_checkpoint
@@ -121,11 +124,86 @@ def test_calibrating_and_measuring_what_was_calibrated(capsys, captures, tmp_pat
         capsys, "measure", captures / "third", "--calibration", file, "--scheme", "int4", "--device", "cpu", "--json"
     )
     assert code == 0
-    assert {row["scheme"] for row in json.loads(out)["attention_error"]} == {"int4", "calibrated"}
+    # Under its file's name.
+    assert {row["scheme"] for row in json.loads(out)["attention_error"]} == {"int4", "calibration"}
     for text, role in (("first", "calibrated on"), ("second", "decided by")):
         code, _, err = run(capsys, "measure", captures / text, "--calibration", file, "--device", "cpu")
         assert code == 2
         assert role in err
+
+
+@pytest.fixture(scope="module")
+def calibrations(captures, tmp_path_factory):
+    """Two files of one name, of one seed and of several."""
+    files = []
+    for seeds in (1, 3):
+        files.append(tmp_path_factory.mktemp("calibrations") / "own.safetensors")
+        with pytest.raises(SystemExit) as stop:
+            main(
+                [
+                    "calibrate",
+                    str(captures / "first"),
+                    "--out",
+                    str(files[-1]),
+                    "--seeds",
+                    str(seeds),
+                    "--device",
+                    "cpu",
+                ]
+            )
+        assert stop.value.code == 0
+    return files
+
+
+def test_a_table_of_captures_is_written_and_repeating_the_command_changes_nothing(
+    capsys, captures, calibrations, tmp_path, monkeypatch
+):
+    other = shutil.copy(calibrations[1], tmp_path / "other.safetensors")
+    out = tmp_path / "errors.csv"
+    arguments = [
+        *("measure", captures / "second", captures / "third", "--scheme", "int4", "--device", "cpu"),
+        *("--calibration", calibrations[0], "--calibration", other, "--exact-first", 4, "--exact-recent", 32),
+    ]
+    typed = [str(argument) for argument in (*arguments, "--out", out)]
+    monkeypatch.setattr(sys, "argv", ["kvlab", *typed])
+    code, said, _ = run(capsys, *typed)
+    assert code == 0
+    table = pd.read_csv(out, comment="#")
+    rows = {"capture": ["second", "third"], "scheme": ["int4", "other", "own"], "stored": ["K", "KV", "V"]}
+    assert {name: sorted(table[name].unique()) for name in rows} == rows
+    (layers,) = {len(open_capture(captures / name).layers) for name in ("second", "third")}
+    assert len(table) == layers * 2 * 3 * 3
+    assert (table["exact_first"].unique().item(), table["exact_recent"].unique().item()) == (4, 32)
+    assert table["command"].unique().item() == shlex.join(["kvlab", *typed])
+    # What it prints is what is in the table, and what it prints without one.
+    assert (code, said) == run(capsys, *arguments)[:2]
+    before = out.read_bytes()
+    code, again, err = run(capsys, *typed)
+    # No bar: nothing was measured.
+    assert (code, again, err) == (0, said, "")
+    assert out.read_bytes() == before
+    # All but these are stored, so with fewer of them exact the error is larger.
+    assert run(capsys, *arguments[:-2], "--exact-recent", 0, "--out", out)[0] == 0
+    both = pd.read_csv(out, comment="#").pivot_table(index=["scheme", "stored"], columns="exact_recent", values="error")
+    assert (both[0] > both[32]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--calibration", "{0}", "--calibration", "{1}"], "schemes has 2 named 'own'; accepted: one scheme per name"),
+        (["--calibration", "{0}", "--scheme", "int4", "--scheme", "int4"], "schemes has 2 named 'int4'"),
+        (["--out", "none/errors.csv"], "out is 'none/errors.csv'; accepted: a file in a folder that can be written"),
+        (["--out", "{0}"], "without a line of settings that can be read; accepted: a new file, or one that"),
+        (["--exact-first", "-1"], "--exact-first"),
+    ],
+)
+def test_measuring_refuses_before_it_begins(capsys, captures, calibrations, options, message):
+    options = [option.format(*calibrations) for option in options]
+    code, out, err = run(capsys, "measure", captures / "third", "--device", "cpu", *options)
+    # No bar of a measurement that began.
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("kvlab: ") and message in err
 
 
 def test_a_calibration_that_lacks_a_layer_is_refused_before_anything_is_measured(capsys, captures, tmp_path):

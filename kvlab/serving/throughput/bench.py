@@ -17,6 +17,7 @@ from kvlab.checks import check_integer, check_list, check_number
 from kvlab.defaults import DECODE_STEPS, REQUESTS
 from kvlab.models.model_config import read_model_config
 from kvlab.paths import check_path
+from kvlab.point_table import PointTable
 from kvlab.serving import server
 from kvlab.serving.arguments import ADDITIONAL_CONFIG, check_arguments, check_model
 from kvlab.serving.throughput.job import (
@@ -31,7 +32,6 @@ from kvlab.serving.throughput.job import (
     without_secrets,
 )
 from kvlab.serving.throughput.process import run_job
-from kvlab.serving.throughput.table import PointTable
 
 ORIGIN = ("cache_gb", "num_blocks", "start_seconds", "weights", "machine", "versions", "date", "command")
 NAMES = ("scheme", "tensor_parallel", "context")

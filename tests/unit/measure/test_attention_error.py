@@ -1,8 +1,9 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvlab.measure import attention as module
-from kvlab.measure import attention_error_table, attention_output_error
+from kvlab.measure import attention_error_table, attention_output_error, measure_captures
 from kvlab.quantizers import AsymmetricInteger, PerChannelInteger
 from kvlab.quantizers.base import Quantizer
 from kvlab.recording import Capture, LayerCapture
@@ -102,6 +103,27 @@ def test_a_number_of_exact_tokens_that_cannot_be_is_refused(name, value):
     layer = LayerCapture(0, "full", False, 0.1, q[None][:, :, positions], positions, k[None], v[None])
     with pytest.raises(ValueError, match=f"^{name} is {value}; accepted: an integer from 0 to "):
         module.layer_errors(layer, ["int4"], **{name: value})
+
+
+class Reads(TorchDispatchMode):
+    """Counts what waits for a GPU: numbers that are read back from a tensor."""
+
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_attending_to_a_block_reads_nothing_back():
+    q, k, v = qkv()
+    with Reads() as reads:
+        running = module.RunningAttention(q[:, 88:], torch.tensor([88, 89]), 0.1, KV_HEADS)
+        at_first = reads.number
+        for start in range(0, TOKENS, 9):
+            running.update(start, k[:, start : start + 9], [v[:, start : start + 9]])
+    # The one that says below which key no score is masked.
+    assert (at_first, reads.number) == (1, 1)
 
 
 def test_all_queries_are_sampled_from_the_last_quarter():
@@ -215,6 +237,24 @@ def test_a_table_takes_iterators():
         ("int2", "K"),
         ("int2", "V"),
     ]
+
+
+def test_tables_take_exact_tokens():
+    one, exact = captured(torch.tensor([60, 89])), {"exact_first": 3, "exact_recent": 40}
+    expected = list(module.layer_errors(one.layers[4], ["int4"], **exact).values())
+    assert attention_error_table(one, ["int4"], **exact)["error"].tolist() == expected
+    assert measure_captures({"text": one}, ["int4"], **exact)["attention_error"]["error"].tolist() == expected
+    assert attention_error_table(one, ["int4"])["error"].gt(expected).all()
+
+
+def test_tables_of_several_texts_are_one():
+    captures = {name: captured(torch.tensor([position])) for name, position in (("a", 60), ("b", 89))}
+    tables = measure_captures(captures, ["int4", "fp8"], stored=["K"])
+    errors = tables["attention_error"]
+    assert list(errors.columns) == ["text", "layer", "scheme", "stored", "bits", "error"]
+    assert errors["text"].tolist() == ["a", "a", "b", "b"] and errors.index.tolist() == [0, 1, 2, 3]
+    assert errors["error"].nunique() == 4
+    assert tables["outliers"]["text"].unique().tolist() == ["a", "b"]
 
 
 def test_schemes_of_one_name_are_refused():

@@ -29,6 +29,7 @@ from kvlab.quantizers import (
     UnequalInteger,
     nf4,
 )
+from kvlab.quantizers.base import map_blocks
 
 pytestmark = pytest.mark.unit
 
@@ -156,6 +157,14 @@ def test_blocks_are_invisible(quantizer):
     x = gaussian(5000, HEAD_DIM)
     pieces = [quantizer.roundtrip(x[:1280]), quantizer.roundtrip(x[1280:])]
     assert torch.equal(quantizer.roundtrip(x), torch.cat(pieces))
+
+
+@pytest.mark.parametrize(("device", "blocks"), [("cpu", 3), ("meta", 1)])
+def test_blocks_are_larger_off_the_cpu(device, blocks):
+    seen = []
+    # A device that computes nothing stands in for a GPU.
+    map_blocks(lambda x: seen.append(x) or x, torch.empty(2, 6000, 2, device=device), per_token=True)
+    assert len(seen) == blocks
 
 
 @every_quantizer

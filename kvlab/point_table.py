@@ -1,4 +1,4 @@
-"""The table of a benchmark that is written point by point and continued where it stopped."""
+"""A table that is written point by point and continued where it stopped."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ import os
 import pandas as pd
 import pytest
 
-from kvlab.serving.throughput.table import PointTable
+from kvlab.point_table import PointTable
 
 pytestmark = pytest.mark.unit
 
