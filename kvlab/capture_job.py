@@ -209,12 +209,14 @@ def stream_to_disk(
     def record(index: int, layer: nn.Module) -> contextlib.AbstractContextManager[None]:
         if index not in wanted:
             return contextlib.nullcontext()
+        if index == last:
+            model.end_before_attention(layer)
         (described,) = attention_layers(layer).values()
         recorders[index] = LayerRecorder(described, writer.manifest.num_queries, writer.manifest.tokens)
         return recorders[index].recording()
 
-    layers = model.run(hidden, first_layer=done + 1, hook=record)
     last = writer.manifest.layers[-1]
+    layers = model.run(hidden, first_layer=done + 1, hook=record)
     bar = tqdm(total=last + 1, initial=done + 1, desc="capturing", unit="layer", disable=not progress)
     with bar, contextlib.closing(layers):
         for index in layers:

@@ -8,7 +8,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-NAME = "kvlab_blocked"
+NAME, UNATTENDED = "kvlab_blocked", "kvlab_unattended"
 QUERY_BLOCK = 1024
 """Queries per call: where no fused kernel takes a causal bias, a mask of 1,024 × 131,072 takes 134 MB."""
 
@@ -81,7 +81,18 @@ def _band(queries: int, keys: int, window: int, device: torch.device) -> torch.T
     return (seen <= own) & (seen > own - window)
 
 
+def unattended(module: nn.Module, query: torch.Tensor, *_args: object, **_kwargs: object) -> tuple[torch.Tensor, None]:
+    """Attend to nothing: zeros in the place of `blocked_attention`'s output, where no layer follows that reads it."""
+    return torch.zeros_like(query.transpose(1, 2)), None
+
+
 def register() -> str:
     """Register `blocked_attention` with transformers; return its name."""
     AttentionInterface.register(NAME, blocked_attention)
     return NAME
+
+
+def register_unattended() -> str:
+    """Register `unattended` with transformers; return its name."""
+    AttentionInterface.register(UNATTENDED, unattended)
+    return UNATTENDED

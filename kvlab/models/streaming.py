@@ -139,6 +139,14 @@ class StreamedModel:
                 self.times.append(watch.stop())
                 yield index
 
+    def end_before_attention(self, layer: nn.Module) -> None:
+        """Let the last layer that is run compute what attention sees of it and nothing more; to be called in its hook.
+
+        Attention of a full layer over a long context, and its experts, are most of what a layer costs.
+        """
+        self.config._attn_implementation = blocked_attention.register_unattended()
+        layer.mlp = nn.Identity()
+
     def _run_layer(self, layer: nn.Module, hidden: torch.Tensor, rotary: nn.Module) -> None:
         tokens = hidden.shape[1]
         attention = layer.self_attn

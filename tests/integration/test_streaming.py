@@ -124,6 +124,23 @@ def test_a_capture_on_disk_is_what_hooks_see(source, ids, tmp_path):
     ]
 
 
+def test_of_the_last_layer_only_what_attention_sees_is_computed(source, ids, tmp_path, monkeypatch):
+    attended, attend = set(), blocked_attention.blocked_attention
+
+    def noted(module, *args, **kwargs):
+        attended.add(module.layer_idx)
+        return attend(module, *args, **kwargs)
+
+    monkeypatch.setattr(blocked_attention, "blocked_attention", noted)
+    stored = stream_to_disk(source, ids, CaptureWriter(tmp_path, manifest(source)))
+    assert attended == set(range(9))
+    assert [times.experts > 0 for times in stored.times] == [True] * 9 + [False]
+    # As it was for whoever comes next.
+    model = StreamedModel(source)
+    assert list(model.run(model.embed(ids))) == list(range(10))
+    assert 9 in attended
+
+
 def test_keys_on_disk_are_the_models_own_bits(source, ids, tmp_path):
     """The gain is applied on reading: BF16 gain times BF16 normalised key, as the model does it."""
     stored = stream_to_disk(source, ids, CaptureWriter(tmp_path, manifest(source)), dtype=torch.bfloat16)
