@@ -22,12 +22,12 @@ from kvlab.bench.cases import (
     sets_of_inputs,
     shuffled_tables,
 )
-from kvlab.bench.kernels import OURS, KernelBench
+from kvlab.bench.kernels import OURS, REFITTED, KernelBench
 from kvlab.bench.ours import BLOCK_SIZE, random_cache
 from kvlab.bench.timing import CudaClock
 from kvlab.kernels.folding import REFIT, Folding
 from kvlab.kernels.layout import cell_bytes
-from kvlab.quantizers import UnequalInteger
+from kvlab.quantizers import RefitUnequalInteger, UnequalInteger
 
 BATCHES = (1, 8, 64)
 CONTEXT = 64 * KIB
@@ -53,14 +53,14 @@ def rotated(num_kv_heads: int, device: torch.device) -> Layer:
 
 
 def refitted(num_kv_heads: int, device: torch.device) -> Layer:
-    """Return the same with scale and offset searched, of keys and values."""
+    """Return the same with scale and offset of the keys searched."""
     matrix = _orthogonal(1, device)
-    return Layer(Folding(matrix, matrix, k_quantizer=REFIT, v_quantizer=REFIT))
+    return Layer(Folding(matrix, matrix, k_quantizer=REFIT))
 
 
-def calibrated(num_kv_heads: int, device: torch.device, *, values: bool = False) -> Layer:
+def calibrated(num_kv_heads: int, device: torch.device, *, unequal: UnequalInteger, values: bool = False) -> Layer:
     """Return means and a map per head of keys in unequal bits, and with ``values`` of values too; random ones."""
-    unequal, maps = UnequalInteger(FINE), _orthogonal(num_kv_heads, device)
+    maps = _orthogonal(num_kv_heads, device)
     placement, expansion = (each(HEAD_DIM).to(device) for each in (unequal.placement, unequal.expansion))
     means = torch.randn(num_kv_heads, HEAD_DIM, device=device)
     given = {"v_matrix": maps, "v_bias": means} if values else {}
@@ -72,9 +72,10 @@ def calibrated(num_kv_heads: int, device: torch.device, *, values: bool = False)
 LAYERS: Mapping[str, Callable[[int, torch.device], Layer]] = MappingProxyType(
     {
         OURS: rotated,
-        "hadamard-int4-refit-kv": refitted,
-        "calibrated": calibrated,
-        "calibrated, values too": partial(calibrated, values=True),
+        REFITTED: refitted,
+        "unequal bits": partial(calibrated, unequal=UnequalInteger(FINE)),
+        "unequal bits, refitted": partial(calibrated, unequal=RefitUnequalInteger(FINE)),
+        "unequal bits, refitted, values mapped": partial(calibrated, unequal=RefitUnequalInteger(FINE), values=True),
     }
 )
 """Scheme → what it puts around a layer's cache."""

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kvlab.bench import cases, ours
+from kvlab.bench import cases, layer, ours
 from kvlab.bench.cases import DecodeCase, StoreCase
 from kvlab.kernels.folding import CODEC, REFIT
 from kvlab.serving import stock_kernels
@@ -46,6 +46,13 @@ def test_our_decode_is_within_the_bar():
 def test_our_store_is_within_the_bar(quantizer):
     # As on the CPU: queries to bfloat16, and one code in a hundred off by one.
     assert 0 < ours.store(StoreCase(24, 2, 70), CUDA, quantizer).error() < 0.034
+
+
+@pytest.mark.parametrize("scheme", layer.LAYERS)
+def test_our_layers_step_is_within_the_bar(scheme):
+    # As decode; where values are mapped, its rounding to bfloat16 is mapped too, and rounded again.
+    entry = layer.layer_step(DecodeCase(24, 2, (4097, 33, 1000)), CUDA, layer.LAYERS[scheme])
+    assert 0 < entry.error() < 2e-3 + (2 * 2**-9 if "values" in scheme else 0)
 
 
 @pytest.mark.parametrize("flash", ["torch", "vllm"])

@@ -29,7 +29,7 @@ def test_a_step_stores_attends_and_comes_back(scheme):
 
 def test_mapped_values_come_back_as_they_were():
     torch.manual_seed(0)
-    folding, inverse, mean = layer.calibrated(2, CPU, values=True)
+    folding, inverse, mean = layer.LAYERS["unequal bits, refitted, values mapped"](2, CPU)
     x = torch.randn(2, 50, 128)
     there = x @ folding.v_matrix.mT + folding.v_bias[:, None]
     back = there @ inverse.float() + mean[:, None]
