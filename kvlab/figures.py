@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvlab import measure, plots, provenance
 from kvlab.capture_files import StoredCapture, describe, open_capture
@@ -177,7 +177,7 @@ def make_figures(out: Path, chosen: Settings = FULL, *, progress: bool = True) -
     Raises
     ------
     ValueError
-        ``out`` cannot be written.
+        ``out`` cannot be written, or the testbed is damaged.
     ModuleNotFoundError
         The embedded default model is not installed.
     FileNotFoundError
@@ -185,16 +185,19 @@ def make_figures(out: Path, chosen: Settings = FULL, *, progress: bool = True) -
     """
 
     def measured() -> Results:
-        studies = [_study(subject, chosen, progress=progress) for subject in SUBJECTS]
-        return Results(studies, standing_tables())
+        # All that is read comes before what is measured, which takes minutes.
+        loaded = [(subject, *subject.load()) for subject in SUBJECTS]
+        standing = standing_tables()
+        return Results([_study(*one, chosen, progress=progress) for one in loaded], standing)
 
     return _write(out, measured, progress=progress)
 
 
-def _study(subject: Subject, chosen: Settings, *, progress: bool) -> Study:
+def _study(
+    subject: Subject, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chosen: Settings, *, progress: bool
+) -> Study:
     if subject.longest:
         chosen = replace(chosen, tokens=min(chosen.tokens, subject.longest))
-    model, tokenizer = subject.load()
     ids = tokenize(tokenizer, default_text(), chosen.tokens)
     captured = _capture(model, ids, chosen, progress=progress)
     tables = _analyse({"": captured}, chosen.schemes, progress=progress)

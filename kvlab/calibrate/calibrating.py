@@ -19,7 +19,7 @@ from kvlab.calibrate.file import FORMAT, Calibration
 from kvlab.calibrate.fit import fit_layer, rotation_matrix
 from kvlab.calibrate.layers import every_second_query, full_layers, on_device
 from kvlab.calibrate.means import layer_means
-from kvlab.calibrate.seeds import Means, check_seeds, search_layers
+from kvlab.calibrate.seeds import Means, check_seeds, check_tokens, search_layers
 from kvlab.calibrate.unequal import FINE_COUNTS, unequal
 from kvlab.calibrate.values import fit_values
 from kvlab.checks import check_choice
@@ -113,7 +113,8 @@ def calibrate(
         check_choice(finder, "finder", FINDER_NAMES)
     _check_manifests(captures, holdout)
     finalists, seeds, scheme = check_integer(finalists, "finalists", minimum=1), check_seeds(seeds), get_scheme(scheme)
-    # Before the search, which takes long.
+    # Before the keys are read and the search, which take long.
+    tokens = check_tokens(tokens)
     check_base(scheme, values=values, fine=FINE_COUNTS[0] if finder == UNEQUAL else 0)
     searched, judged = full_layers(captures), full_layers(holdout or captures)
     full_layers([*captures, *holdout])

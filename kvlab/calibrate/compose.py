@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from kvlab.calibrate.unequal import UnequalMatrix
 from kvlab.checks import check_integer
 from kvlab.quantizers import AsymmetricInteger, UnequalInteger
 from kvlab.schemes import Scheme, StoredAs, get_scheme
@@ -41,8 +42,8 @@ def calibrated_scheme(
         Per layer A, ``[num_kv_heads, head_dim, head_dim]``, in the place of the rotations, whose seeds then say only
         what they were made from; None rotates.
     fine
-        Channels of the mapped keys with eight bits, and with none, as in `kvlab.quantizers.UnequalInteger`; 0 leaves
-        the quantizer of ``base``.
+        Channels of the keys that ``maps`` map with eight bits, and with none, as in `kvlab.quantizers.UnequalInteger`;
+        0 leaves the quantizer of ``base``.
     name
         Of the new scheme, which is not registered.
 
@@ -54,25 +55,30 @@ def calibrated_scheme(
     Raises
     ------
     TypeError, ValueError
-        ``base`` is unknown, has other transforms on its keys or any on values that are to be mapped; ``seeds``, means
-        or maps are not as described.
+        ``base`` is unknown, has other transforms on its keys or any on values that are to be mapped; ``seeds``, means,
+        maps or ``fine`` are not as described.
     """
     rotation = rotation_of(get_scheme(base))
+    if check_integer(fine, "fine", minimum=0) and maps is None:
+        raise ValueError(f"fine is {fine} without maps; accepted: both, or 0")
     centring = [] if means is None else [Center(means)]
-    mapping = RandomizedHadamard(seeds, rotation.block_size) if maps is None else Matrix(maps, "maps")
+    if maps is None:
+        mapping = RandomizedHadamard(seeds, rotation.block_size)
+    else:
+        mapping = UnequalMatrix(maps, fine, "maps") if fine else Matrix(maps, "maps")
     of_values = [] if value_means is None else [Center(value_means)]
     of_values += [] if value_maps is None else [Matrix(value_maps, "value_maps")]
     values = Chain(*of_values) if of_values else None
-    return fitted_scheme(base, Chain(*centring, mapping), values=values, fine=fine, name=name)
+    return fitted_scheme(base, Chain(*centring, mapping), values=values, name=name)
 
 
 def fitted_scheme(
-    base: str | Scheme, transforms: Chain, *, values: Chain | None = None, fine: int = 0, name: str = "fitted"
+    base: str | Scheme, transforms: Chain, *, values: Chain | None = None, name: str = "fitted"
 ) -> Scheme:
     """Return ``base`` with ``transforms``, from `fit_transforms`, in the place of its keys' rotation.
 
-    With ``values``, from `fit_value_transforms`, its values are transformed too; with ``fine``, its keys have unequal
-    bits, for transforms that `kvlab.calibrate.unequal` found.
+    With ``values``, from `fit_value_transforms`, its values are transformed too. Keys have unequal bits where
+    `kvlab.calibrate.unequal` found their transforms.
 
     Raises
     ------
@@ -80,10 +86,11 @@ def fitted_scheme(
         `check_base` refuses ``base``, or ``transforms`` or ``values`` are no `Chain`.
     """
     base = get_scheme(base)
-    check_base(base, values=values is not None, fine=fine)
     for argument, chain in {"transforms": transforms, "values": Chain() if values is None else values}.items():
         if not isinstance(chain, Chain):
             raise TypeError(f"{argument} is a {type(chain).__name__}; accepted: a kvlab.transforms.Chain")
+    fine = next((each.fine for each in transforms.transforms if isinstance(each, UnequalMatrix)), 0)
+    check_base(base, values=values is not None, fine=fine)
     quantizer = UnequalInteger(fine) if fine else base.keys.quantizer
     sides = {"keys": StoredAs(*transforms.transforms, quantizer=quantizer)}
     if values is not None:
@@ -96,13 +103,12 @@ def check_base(base: Scheme, *, values: bool, fine: int) -> None:
 
     Raises
     ------
-    TypeError, ValueError
+    ValueError
         ``base`` has other transforms than a rotation on its keys, or any on values that are to be transformed, or
-        stores keys in another way than as `AsymmetricInteger` where bits are to be unequal; ``fine`` is no integer of
-        at least 0.
+        stores keys in another way than as `AsymmetricInteger` where bits are to be unequal.
     """
     rotation_of(base)
-    if check_integer(fine, "fine", minimum=0) and base.keys.quantizer != AsymmetricInteger(4):
+    if fine and base.keys.quantizer != AsymmetricInteger(4):
         raise ValueError(f"base is {base.name!r}; accepted with fine channels: one with plain 4-bit integers")
     if values and base.values.transform.transforms:
         raise ValueError(f"base is {base.name!r}; accepted with transforms of values: one that has none")

@@ -11,6 +11,7 @@ from kvlab.calibrate.closed_forms import Finder, balanced
 from kvlab.calibrate.compose import rotation_of
 from kvlab.calibrate.layers import full_layers
 from kvlab.calibrate.sample import Sampler, mixed_sample
+from kvlab.calibrate.unequal import UnequalFinder, UnequalMatrix
 from kvlab.recording import Capture, LayerCapture
 from kvlab.schemes import Scheme, get_scheme
 from kvlab.transforms import Center, Chain, Matrix, RandomizedHadamard
@@ -33,7 +34,7 @@ def fit_transforms(
         One or more captures of one model.
     finder
         From `kvlab.calibrate`: `balanced`, `query_basis`, `channel_scales`, `scaled_query_basis`,
-        `learned_rotation`, `learned_matrix`, or any function like them.
+        `learned_rotation`, `learned_matrix`, what `unequal` returns, or any function like them.
     scheme
         The rotated scheme to improve; its rotation, seed included, is part of what is found.
     sampler
@@ -46,7 +47,8 @@ def fit_transforms(
     Returns
     -------
     Chain
-        ``Center`` where asked for, then ``Matrix``: takes the place of the scheme's rotation.
+        ``Center`` where asked for, then ``Matrix``, an ``UnequalMatrix`` where `unequal` found it: takes the place of
+        the scheme's rotation.
 
     Raises
     ------
@@ -61,7 +63,8 @@ def fit_transforms(
     for index, own in tqdm(layers.items(), desc="fit", unit="layer", disable=not progress):
         rotation = rotation_matrix(hadamard, index, own[0].k.shape[-1])
         means[index], matrices[index] = fit_layer(own, finder, scheme, rotation, sampler=sampler, centre=centre)
-    return Chain(*([Center(means)] if centre else []), Matrix(matrices))
+    mapping = UnequalMatrix(matrices, finder.fine) if isinstance(finder, UnequalFinder) else Matrix(matrices)
+    return Chain(*([Center(means)] if centre else []), mapping)
 
 
 def fit_layer(

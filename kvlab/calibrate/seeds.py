@@ -78,7 +78,7 @@ def search_layers(
 ) -> pd.DataFrame:
     """Search layers already chosen, as `search_seeds`."""
     rotation_of(scheme)
-    seeds = check_seeds(seeds)
+    seeds, tokens = check_seeds(seeds), check_tokens(tokens)
     rows = []
     with tqdm(total=len(layers) * len(seeds), desc="seed search", unit="seed", disable=not progress) as bar:
         for index, own in layers.items():
@@ -96,7 +96,7 @@ def _objective(
 ) -> KeyObjective:
     keys = stored_keys(scheme, layer)
     if tokens is not None:
-        keys = keys[..., :: -(-keys.shape[-2] // check_integer(tokens, "tokens", minimum=2)), :]
+        keys = keys[..., :: -(-keys.shape[-2] // tokens), :]
     keys = keys.to(device or keys.device)
     # Centring comes before the rotation and is the same for every seed.
     keys = keys if means is None else Center(means).forward(keys, layer.index)
@@ -117,6 +117,17 @@ def check_seeds(seeds: int | Iterable[int]) -> list[int]:
     if not listed:
         raise ValueError("seeds is empty; accepted: at least one seed")
     return listed
+
+
+def check_tokens(tokens: int | None) -> int | None:
+    """Check how many tokens of a sequence are searched on: two at least, since one has nothing to be told from.
+
+    Raises
+    ------
+    TypeError, ValueError
+        It is no integer, or fewer; None is all of them.
+    """
+    return None if tokens is None else check_integer(tokens, "tokens", minimum=2)
 
 
 def ranking_agreement(

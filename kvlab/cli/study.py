@@ -151,7 +151,7 @@ def calibrate_command(
         typer.Option(help="Captures of other texts that decide; default: every second query decides."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many rotation seeds to try per layer.")] = 200,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per seed, evenly spaced; default: all.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens per seed, evenly spaced; default: all.")] = None,
     finder: Annotated[
         str | None,
         typer.Option(

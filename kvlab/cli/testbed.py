@@ -132,29 +132,7 @@ def loss(
     length: Annotated[int, typer.Option(min=2, help="Tokens of a stretch.")] = 4096,
     device: DeviceOption = None,
 ) -> None:
-    """Measure the testbed's loss on held-out text under stored caches, to be paired by stretch."""
-    from kvlab.calibrate import Calibration
-    from kvlab.capture_job import choose_device
-    from kvlab.models.kolibri1_config import config_hash
-    from kvlab.paths import check_out, written_whole
-    from kvlab.provenance import machine, today, versions
-    from kvlab.schemes import get_schemes
-    from kvlab.testbed.held_out import held_out_losses
-    from kvlab.testbed.loading import load_testbed
-    from kvlab.testbed.prepared import read_prepared
+    """Measure the testbed's loss on held-out text under stored caches, to be paired by stretch; resumes."""
+    from kvlab.testbed.losses import write_losses
 
-    check_out(out)
-    names = get_schemes(scheme)
-    opened, (model, tokenizer) = read_prepared(prepared), load_testbed()
-    if opened.tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"prepared is {str(prepared)!r}, of another tokenizer; accepted: the testbed's own")
-    own = config_hash(model.config)
-    found = [Calibration.load(path, config_hash=own).scheme(path.stem) for path in calibration or []]
-    schemes = get_schemes([*names, *found])
-    model.to(choose_device(device))
-    table = held_out_losses(model, opened, schemes, texts=texts, length=length, progress=True)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "testbed_loss.csv"
-    with written_whole(path) as scratch:
-        table.assign(date=today(), machine=machine(), versions=versions()).to_csv(scratch, index=False)
-    typer.echo(path)
+    typer.echo(write_losses(prepared, out, scheme, calibration or [], texts=texts, length=length, device=device))

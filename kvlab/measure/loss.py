@@ -13,6 +13,9 @@ from kvlab.applying import apply
 from kvlab.models.attention import attention_layers
 from kvlab.schemes import Scheme, get_schemes
 
+EXACT = "exact"
+"""The name of the row of the model's own cache, nothing stored."""
+
 
 def token_losses(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
     """Negative log-probability of each next token, in nats.
@@ -82,7 +85,7 @@ def loss_table(
     head_dim = next(iter(attention_layers(model).values())).head_dim
     exact = token_losses(model, input_ids)
     bits = torch.finfo(model.dtype).bits
-    rows = [("exact", bits, input_ids.numel(), exact.mean().item(), 0.0, 0.0)]
+    rows = [(EXACT, bits, input_ids.numel(), exact.mean().item(), 0.0, 0.0)]
     for scheme in tqdm(schemes, desc="loss", unit="scheme", disable=not progress):
         with apply(model, scheme):
             losses = token_losses(model, input_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ SETUPS = {"fp8": "stock (fp8)", "hadamard-int4": "rotated INT4 (hadamard-int4)"}
 
 KIB = 1024
 """Contexts are powers of two: 64k is 65,536 tokens."""
+
+CLIP_PATH = re.compile(r'<clipPath id="(\w+)"')
+"""As an SVG file defines one."""
 
 INK, FAINT, ERROR = "#222222", "#8c8c8c", "#c1121f"
 
@@ -171,8 +175,22 @@ def save(figure: Figure, stem: Path) -> list[Path]:
         path = stem.with_name(stem.name + ending)
         with written_whole(path) as scratch, style():
             figure.savefig(scratch, format=ending[1:], dpi=160, metadata=metadata, facecolor="white")
+            if ending == ".svg":
+                scratch.write_text(_with_numbered_clips(scratch.read_text(encoding="utf-8")), encoding="utf-8")
         paths.append(path)
     return paths
+
+
+def _with_numbered_clips(svg: str) -> str:
+    """Name clip paths by their order in the file.
+
+    matplotlib names them by all bits of their coordinates, of which a constrained layout's last differ from process to
+    process; the file itself has six decimals.
+    """
+    names = {name: f"clip{number}" for number, name in enumerate(CLIP_PATH.findall(svg))}
+    for name, numbered in names.items():
+        svg = svg.replace(name, numbered)
+    return svg
 
 
 def context_label(tokens: float) -> str:

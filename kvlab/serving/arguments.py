@@ -27,6 +27,26 @@ def check_model(model: str | Path) -> str:
     return model
 
 
+def check_calibration(calibration: str | Path, model: str) -> None:
+    """Check that a calibration file has the layers and heads of a model that is a folder; the hub's is not asked for.
+
+    Raises
+    ------
+    ValueError
+        It has not, or one of the two cannot be read.
+    """
+    if not Path(model).is_dir():
+        return
+    from kvlab.calibrate import Calibration
+    from kvlab.models.kolibri1_config import read_config
+
+    config, loaded = read_config(Path(model)), Calibration.load(calibration)
+    layers = [index for index, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    # Its own hash: a config that differs in what the cache does not see, such as the longest context, is served.
+    own = loaded.manifest["config_hash"]
+    loaded.check_applies(own, layers, config.num_key_value_heads, config.head_dim)
+
+
 def check_arguments(arguments: Sequence[str], *, cache: Sequence[str] = ()) -> list[str]:
     """Check that ``arguments`` are vLLM's options and their values.
 

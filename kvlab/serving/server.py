@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from kvlab.checks import check_choice, check_integer, check_number
 from kvlab.paths import check_path
-from kvlab.serving.arguments import ADDITIONAL_CONFIG, check_arguments, check_model, refuse
+from kvlab.serving.arguments import ADDITIONAL_CONFIG, check_arguments, check_calibration, check_model, refuse
 from kvlab.serving.options import SCHEMES, SECTION, Options
 
 LOOPBACK = "127.0.0.1"
@@ -108,11 +108,14 @@ def serve_command(
     Raises
     ------
     TypeError, ValueError
-        A value is none of these, the options do not go together, or ``arguments`` would replace the one that asks for
-        the 4-bit cache.
+        A value is none of these, the options do not go together, the calibration cannot be read, has what is not
+        served or does not fit a ``model`` that is here, or ``arguments`` would replace the one that asks for the 4-bit
+        cache.
     """
     cache = cache_arguments(scheme, calibration=calibration, rotation_seed=rotation_seed)
     model, arguments = check_model(model), check_arguments(arguments, cache=cache)
+    if calibration is not None:
+        check_calibration(calibration, model)
     listen = ["--host", _check_host(host), "--port", str(_check_port(port))]
     return ["vllm", "serve", model, *listen, *cache, *PARSERS, *arguments]
 
@@ -131,6 +134,11 @@ def cache_arguments(
         return ["--kv-cache-dtype", STOCK[scheme]]
     path = None if calibration is None else str(check_path(calibration, "calibration").absolute())
     options = Options(kv_cache=scheme, rotation_seed=rotation_seed, calibration=path)
+    if path is not None:
+        from kvlab.serving.schemes import served_scheme
+
+        # Refuses here, in a line, what every worker of the server would end on.
+        served_scheme(options)
     section = {name: value for name, value in vars(options).items() if value is not None}
     # default: NumPy's integers are accepted, and no JSON.
     return ["--kv-cache-dtype", "fp8", ADDITIONAL_CONFIG, json.dumps({SECTION: section}, default=int)]

@@ -1,12 +1,16 @@
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from kvlab import figures
 from kvlab.cli import main
-from kvlab.subjects import TESTBED, Study
+from kvlab.subjects import DEFAULT, TESTBED, Study
+from kvlab.testbed import loading
 
 pytestmark = pytest.mark.integration
 
@@ -84,7 +88,7 @@ def test_a_subject_bounds_the_context(monkeypatch):
     monkeypatch.setattr(figures, "_capture", capture)
     for chosen in (figures.FULL, figures.QUICK):
         with pytest.raises(KeyboardInterrupt):
-            figures._study(TESTBED, chosen, progress=False)
+            figures._study(TESTBED, *TESTBED.load(), chosen, progress=False)
     assert captured == [(TESTBED.longest, TESTBED.longest), (figures.QUICK.tokens, figures.QUICK.tokens)]
 
 
@@ -99,6 +103,31 @@ def test_a_failure_leaves_nothing(monkeypatch, tmp_path, capsys):
         main(["figures", "--out", str(out)])
     assert (stop.value.code, capsys.readouterr().err) == (2, "kvlab: no luck\n")
     assert not out.exists()
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        *((Path.unlink, name) for name in ("config.json", "model-00001-of-00002.safetensors", "loss.csv")),
+        *((cut, name) for name in ("config.json", "model-00002-of-00002.safetensors", "tokenizer.json")),
+    ],
+)
+def test_a_damaged_testbed_is_refused_before_anything_is_measured(monkeypatch, tmp_path, capsys, damage, name):
+    monkeypatch.setattr(figures, "_study", lambda *_args, **_kwargs: pytest.fail("measured"))
+    monkeypatch.setattr(figures, "SUBJECTS", (replace(DEFAULT, load=lambda: (None, None)), TESTBED))
+    copy = tmp_path / "testbed"
+    shutil.copytree(loading.checkpoint_folder(), copy)
+    damage(copy / name)
+    monkeypatch.setattr(loading, "data_folder", lambda: tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["figures", "--out", str(tmp_path / "new")])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1 and str(copy) in error
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_in_the_way_is_noticed_before_any_file_moves(folder, monkeypatch, tmp_path):

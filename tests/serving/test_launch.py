@@ -2,18 +2,22 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+from calibration_cases import seeds_only
 
 from kvlab.cli import main
+from kvlab.models.kolibri1_config import disk_config, kolibri1_config
 from kvlab.serving import server as launching
 from kvlab.serving.server import launch, runnable, serve_command
 
@@ -100,10 +104,55 @@ def test_a_4_bit_scheme_is_asked_for_in_the_additional_config(given, section):
 
 
 def test_a_calibration_is_named_by_its_whole_path(tmp_path, monkeypatch):
-    (tmp_path / "c.safetensors").touch()
+    seeds_only(kolibri1_config()).save(tmp_path / "c.safetensors")
     monkeypatch.chdir(tmp_path)
     section = json.loads(options(serve_command("k1", calibration="c.safetensors"))["--additional-config"])["kolibri1"]
     assert section == {"kv_cache": "calibrated", "calibration": str(tmp_path / "c.safetensors")}
+
+
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []], ids=str)
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-1], "cannot be read as safetensors"),
+        (lambda data: b"", "cannot be read as safetensors"),
+        (lambda data: data.replace(b"-calibration/1", b"-calibration/7"), "is of format 'kvlab-calibration/7'; acc"),
+        (
+            lambda data: data.replace(b"rotation_seeds", b"rotation_speed"),
+            "is no valid calibration file: 'rotation_seeds'",
+        ),
+        (lambda data: data.replace(b"hadamard-int4", b"hadamard-int3"), r"quantizer of keys is .*bits=3.*; accepted: "),
+    ],
+)
+def test_a_calibration_that_is_not_served_is_refused_at_once(capsys, monkeypatch, tmp_path, damage, message, dry_run):
+    found(monkeypatch, vllm=False)
+    path = seeds_only(kolibri1_config()).save(tmp_path / "c.safetensors")
+    data = damage(path.read_bytes())
+    assert data != path.read_bytes()
+    path.write_bytes(data)
+    code, out, err = run(capsys, "serve", "k1", "--calibration", str(path), *dry_run)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert re.match(rf"kvlab: {path}:? .*{message}", err)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        # What the cache does not see.
+        ({"max_position_embeddings": 999}, None),
+        ({"num_key_value_heads": 2}, "calibration is of tiny, num_kv_heads 4; accepted: 2"),
+        ({"head_dim": 64}, "calibration is of tiny, head_dim 128; accepted: 64"),
+        ({"layer_types": ["full_attention"] * 50}, r"calibration lacks layers \[0, 1, 2, 3, 5, .*; accepted: one with"),
+    ],
+    ids=str,
+)
+def test_a_calibration_is_held_against_a_model_that_is_here(tmp_path, changes, message):
+    calibration = seeds_only(kolibri1_config()).save(tmp_path / "c.safetensors")
+    served = disk_config(kolibri1_config()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(served))
+    with nullcontext() if message is None else pytest.raises(ValueError, match=f"^{message}"):
+        assert serve_command(tmp_path, calibration=calibration)
 
 
 def test_the_users_own_arguments_come_last():

@@ -76,6 +76,7 @@ def without_package(monkeypatch):
         (["measure", "nowhere"], "capture is 'nowhere'"),
         (["figures", "--capture", "nowhere"], "capture is 'nowhere'"),
         (["calibrate", "nowhere", "--out", "x"], "capture is 'nowhere'"),
+        (["calibrate", "nowhere", "--out", "x", "--tokens", "1"], "Invalid value for '--tokens': Input should"),
         (["testbed", "train", "--prepared", "nowhere", "--out", "x"], "prepared is 'nowhere', which lacks"),
         (["testbed", "prepare", "--text", "nowhere", "--out", "x"], "text is 'nowhere'"),
     ],

@@ -198,6 +198,13 @@ def test_a_finder_that_there_is_not_is_refused(captures):
         calibrate(captures, seeds=2, finder="best")
 
 
+@pytest.mark.parametrize("tokens", [1, 0, 2.0])
+def test_tokens_that_cannot_be_are_refused_before_keys_are_read(captures, monkeypatch, tokens):
+    monkeypatch.setattr(calibrating, "layer_means", lambda *_: pytest.fail("read"))
+    with pytest.raises((TypeError, ValueError), match=f"^tokens is {tokens}; accepted: an integer of at least 2$"):
+        calibrate(captures, seeds=2, tokens=tokens)
+
+
 def test_table_keeps_the_spread_over_all_seeds(captures, holdout):
     found = calibrate(captures, holdout, seeds=9)
     table = found.table

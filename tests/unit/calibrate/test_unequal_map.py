@@ -2,7 +2,7 @@ import pytest
 import torch
 from test_closed_forms import HEAD_DIM, ROTATION, planted, shrunk, singular_values
 
-from kvlab.calibrate import balanced, fitted_scheme, unequal
+from kvlab.calibrate import balanced, calibrated_scheme, fit_transforms, fitted_scheme, unequal
 from kvlab.calibrate.closed_forms import FREE_FACTOR
 from kvlab.calibrate.unequal import cosines
 from kvlab.quantizers import AsymmetricInteger, UnequalInteger
@@ -52,7 +52,12 @@ def test_fine_channels_that_cannot_be_are_named(fine):
         unequal(fine)
     if fine != 1:
         with pytest.raises((TypeError, ValueError), match=f"^fine is {fine!r}; accepted: an integer of at least 0$"):
-            fitted_scheme("hadamard-int4", Chain(), fine=fine)
+            calibrated_scheme("hadamard-int4", 0, fine=fine)
+
+
+def test_fine_channels_need_maps():
+    with pytest.raises(ValueError, match=r"^fine is 2 without maps; accepted: both, or 0$"):
+        calibrated_scheme("hadamard-int4", 0, fine=2)
 
 
 def test_two_fine_channels_are_the_fewest():
@@ -62,6 +67,20 @@ def test_two_fine_channels_are_the_fewest():
 def test_half_of_the_channels_is_too_many():
     with pytest.raises(ValueError, match=rf"^fine is {HEAD_DIM // 2}; accepted at head_dim {HEAD_DIM}: less than "):
         unequal(HEAD_DIM // 2)(planted(1), ROTATION)
+
+
+def test_a_fitted_scheme_knows_the_bits_that_its_transforms_are_for(capture_of):
+    captured, fine = capture_of(), 2
+    transforms = fit_transforms(captured, unequal(fine), centre=False)
+    fitted = fitted_scheme("hadamard-int4", transforms)
+    assert fitted.keys.quantizer == UnequalInteger(fine) and fitted.values.quantizer == AsymmetricInteger(4)
+    # As a calibration file, which has maps and this number apart.
+    (matrix,) = transforms.transforms
+    apart = calibrated_scheme("hadamard-int4", 0, maps=matrix.matrices, fine=fine)
+    keys = captured.layers[4].k.float()
+    assert torch.equal(fitted.keys.roundtrip(keys, 4), apart.keys.roundtrip(keys, 4))
+    with pytest.raises(ValueError, match="accepted with fine channels: one with plain 4-bit integers"):
+        fitted_scheme("hadamard-int4-refit", transforms)
 
 
 @pytest.mark.parametrize(("argument", "value"), [("transforms", None), ("values", "balanced")])

@@ -1,7 +1,10 @@
+import re
+
 import matplotlib as mpl
 import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 from kvlab import plots
 from kvlab.plots.style import scheme_color, signed, spread
@@ -81,6 +84,22 @@ def test_settings_are_left_alone_and_bytes_repeat(draw, tmp_path):
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.svg", "b.png", "b.svg"]
+
+
+def test_the_last_bits_of_a_layout_leave_no_trace(tmp_path):
+    """Those of a constrained layout differ from process to process."""
+
+    def saved(width):
+        figure = Figure()
+        for left in (0.1, 0.6):
+            ax = figure.add_axes((left, 0.1, width, 0.8))
+            ax.plot([0, 1])
+        return [path.read_bytes() for path in plots.save(figure, tmp_path / "a")]
+
+    steady = saved(0.3)
+    assert saved(0.3 + 2**-40) == steady
+    # Of two panels, with what is clipped told apart.
+    assert {b'url(#clip0)"', b'url(#clip1)"'} <= set(re.findall(rb'url\(#\w+\)"', steady[1]))
 
 
 def test_outliers_draw_the_table_and_mark_the_published():
