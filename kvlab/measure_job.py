@@ -142,6 +142,7 @@ def calibrate_captures(
     folders: Sequence[Path],
     holdout: Sequence[Path],
     out: Path,
+    scheme: str,
     seeds: int,
     tokens: int | None,
     finder: str | None,
@@ -154,13 +155,14 @@ def calibrate_captures(
     Raises
     ------
     ValueError
-        A capture that is not accepted, a text both calibrated and held out, a file that cannot be written.
+        A capture or scheme that is not accepted, a text both calibrated and held out, a file that cannot be written.
     """
     if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK):
         raise ValueError(f"out is {str(out)!r}; accepted: a file in a folder that exists and can be written")
     calibration = calibrate(
         open_captures(folders).values(),
         open_captures(holdout).values() if holdout else None,
+        scheme=scheme,
         seeds=seeds,
         tokens=tokens,
         finder=finder,

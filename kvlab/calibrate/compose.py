@@ -9,9 +9,12 @@ import torch
 
 from kvlab.calibrate.unequal import UnequalMatrix
 from kvlab.checks import check_integer
-from kvlab.quantizers import AsymmetricInteger, UnequalInteger
+from kvlab.quantizers import AsymmetricInteger, RefitInteger, RefitUnequalInteger, UnequalInteger
 from kvlab.schemes import Scheme, StoredAs, get_scheme
 from kvlab.transforms import Center, Chain, Matrix, RandomizedHadamard
+
+_UNEQUAL = {AsymmetricInteger(4): UnequalInteger, RefitInteger(): RefitUnequalInteger}
+"""Quantizer for equal bits → what stores unequal ones in its manner."""
 
 
 def calibrated_scheme(
@@ -43,7 +46,7 @@ def calibrated_scheme(
         what they were made from; None rotates.
     fine
         Channels of the keys that ``maps`` map with eight bits, and with none, as in `kvlab.quantizers.UnequalInteger`;
-        0 leaves the quantizer of ``base``.
+        0 leaves the quantizer of ``base``; of one that searches scale and offset it is `RefitUnequalInteger`.
     name
         Of the new scheme, which is not registered.
 
@@ -91,7 +94,7 @@ def fitted_scheme(
             raise TypeError(f"{argument} is a {type(chain).__name__}; accepted: a kvlab.transforms.Chain")
     fine = next((each.fine for each in transforms.transforms if isinstance(each, UnequalMatrix)), 0)
     check_base(base, values=values is not None, fine=fine)
-    quantizer = UnequalInteger(fine) if fine else base.keys.quantizer
+    quantizer = _UNEQUAL[base.keys.quantizer](fine) if fine else base.keys.quantizer
     sides = {"keys": StoredAs(*transforms.transforms, quantizer=quantizer)}
     if values is not None:
         sides["values"] = StoredAs(*values.transforms, quantizer=base.values.quantizer)
@@ -105,11 +108,12 @@ def check_base(base: Scheme, *, values: bool, fine: int) -> None:
     ------
     ValueError
         ``base`` has other transforms than a rotation on its keys, or any on values that are to be transformed, or
-        stores keys in another way than as `AsymmetricInteger` where bits are to be unequal.
+        stores keys in another way than as `AsymmetricInteger` or `RefitInteger` where bits are to be unequal.
     """
     rotation_of(base)
-    if fine and base.keys.quantizer != AsymmetricInteger(4):
-        raise ValueError(f"base is {base.name!r}; accepted with fine channels: one with plain 4-bit integers")
+    if fine and base.keys.quantizer not in _UNEQUAL:
+        accepted = "one with plain 4-bit integers per token and head, as hadamard-int4 or hadamard-int4-refit"
+        raise ValueError(f"base is {base.name!r}; accepted with fine channels: {accepted}")
     if values and base.values.transform.transforms:
         raise ValueError(f"base is {base.name!r}; accepted with transforms of values: one that has none")
 

@@ -150,6 +150,12 @@ def calibrate_command(
         list[Path] | None,
         typer.Option(help="Captures of other texts that decide; default: every second query decides."),
     ] = None,
+    scheme: Annotated[
+        str,
+        typer.Option(
+            help="The rotated scheme to start from; hadamard-int4-refit searches scale and offset of keys too."
+        ),
+    ] = "hadamard-int4",
     seeds: Annotated[int, typer.Option(min=1, help="How many rotation seeds to try per layer.")] = 200,
     tokens: Annotated[int | None, typer.Option(min=2, help="Tokens per seed, evenly spaced; default: all.")] = None,
     finder: Annotated[
@@ -170,6 +176,6 @@ def calibrate_command(
     from kvlab import measure_job
 
     document = measure_job.calibrate_captures(
-        captures, holdout or [], out, seeds, tokens, finder, device, values=values
+        captures, holdout or [], out, scheme, seeds, tokens, finder, device, values=values
     )
     typer.echo(json.dumps(document) if as_json else measure_job.calibration_as_text(document, out))

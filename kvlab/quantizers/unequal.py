@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -134,11 +135,12 @@ class UnequalInteger(Quantizer):
 
 
 class RefitUnequalInteger(UnequalInteger):
-    """`UnequalInteger` whose scale and offset are searched as `RefitInteger`'s are, by the error of all that is stored.
+    """`UnequalInteger` whose scale and offset are searched as `RefitInteger`'s are, for the channels of four bits.
 
-    The ranges tried are those of `RefitInteger`; the regression is of the channels of four bits alone. Since the
-    unclipped range is the first candidate, no vector is stored worse than by `UnequalInteger`. A fine channel outside
-    of a range takes its end, which counts as any error does: `kvlab.calibrate.unequal` keeps them small enough.
+    The ranges tried are those of `RefitInteger`, the regression is of the channels of four bits; the least squared
+    error of all that is stored wins. The fine channels are those that matter, so that no range is taken that cuts one
+    of them off: `kvlab.calibrate.unequal` keeps them narrow enough for that to be rare. Since the unclipped range is
+    the first candidate, no vector is stored worse than by `UnequalInteger`.
 
     References
     ----------
@@ -150,13 +152,23 @@ class RefitUnequalInteger(UnequalInteger):
         for _ in range(_SEARCH.rounds):
             _, codes, _, scale, offset = best
             coarse, *grid = refit(x[..., self.fine :], codes[..., self.fine :], scale, offset)
-            best = least_error(x, [best, self._on(x, torch.cat([codes[..., : self.fine], coarse], dim=-1), *grid)])
+            best = least_error(x, [best, self._holding(x, torch.cat([codes[..., : self.fine], coarse], dim=-1), *grid)])
         return best
 
     def _clipped(self, x: torch.Tensor) -> Iterator[_Grid]:
+        yield super()._fit(x)
         lowest, highest = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
-        for low, high in clipped_ranges(lowest, highest, _SEARCH.clips):
-            yield self._on(x, *quantize_asymmetric(x.clamp(low, high), _BITS))
+        ranges = itertools.islice(clipped_ranges(lowest, highest, _SEARCH.clips), 1, None)
+        for low, high in ranges:
+            yield self._holding(x, *quantize_asymmetric(x.clamp(low, high), _BITS))
+
+    def _holding(self, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> _Grid:
+        """As `_on`, erring infinitely where the range does not hold the fine channels."""
+        back, *grid = self._on(x, codes, scale, offset)
+        steps = divide_or_zero_(x[..., : self.fine] - offset, scale).mul_(STEPS)
+        outside = (steps < -0.5) | (steps > STEPS * _LARGEST_CODE + 0.5)
+        back[..., : self.fine].masked_fill_(outside, torch.inf)
+        return back, *grid
 
 
 def _identity(size: int) -> torch.Tensor:

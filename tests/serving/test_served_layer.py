@@ -40,6 +40,7 @@ SCHEMES = (
     "calibrated with values",
     "calibrated refit with values",
     "calibrated unequal with values",
+    "calibrated unequal refit",
 )
 
 
@@ -237,7 +238,7 @@ def test_attention_is_the_librarys_to_bf16(layer):
         # The rounding of a rotated query, 0.4 of BF16 in the mean square, moves a score by that much of its spread, and
         # with a spread near 1, as here, the output by as much; the output is rounded itself: 0.4 times the square root
         # of 2 is 0.6. The rest has room for the workspace's fp16, an eighth of it, and for codes that flip.
-        # A map of values takes three more: of the output before it is mapped back, of the map and of the mean, of
-        # numbers up to 1.5 times the output's, since means and values have nothing in common here: 0.4 times the square
-        # root of 2 + 3 · 1.5² is 1.2.
+        # A map of values takes two more: of the output before it is mapped back and of the map, of numbers up to 1.5
+        # times the output's, since means and values have nothing in common here: 0.4 times the square root of
+        # 2 + 2 · 1.5² is 1.0.
         assert error <= (2 * BF16 if layer.scheme.values.transform.transforms else BF16)

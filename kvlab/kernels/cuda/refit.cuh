@@ -1,7 +1,7 @@
 // The encoder of kvlab/quantizers/refit.py, with its own clips and round: of four ranges the one of least squared error; then scale and
 // offset of least squared error for its codes, and codes anew, kept where they err less. It writes what the codec writes. With FINE
-// channels of unequal bits, RefitUnequalInteger of kvlab/quantizers/unequal.py: they err as finely as they are stored, the last FINE
-// components, copies of the first, do not count, and the regression is of the channels between.
+// channels of unequal bits, RefitUnequalInteger of kvlab/quantizers/unequal.py: they err as finely as they are stored, no range is taken
+// that cuts one off, the last FINE components, copies of the first, do not count, and the regression is of the channels between.
 //
 // Sums run over a vector's 16 lanes in four warps. Four numbers are summed at once: see `sum_of_lanes`.
 #pragma once
@@ -46,14 +46,18 @@ struct Grid {
     return error * error;
   }
   // FINE_STEPS times as fine, held alike.
+  __device__ __forceinline__ float fine_steps(float x) const { return FINE_STEPS * divide(x - offset, scale, reciprocal); }
   __device__ __forceinline__ float nearest_fine(float x) const {
-    return fminf(fmaxf(FINE_STEPS * divide(x - offset, scale, reciprocal), 0.f), FINE_STEPS * LARGEST_CODE) + TO_INTEGER;
+    return fminf(fmaxf(fine_steps(x), 0.f), FINE_STEPS * LARGEST_CODE) + TO_INTEGER;
   }
-  // What channel d errs, and in four bits its code if that is the nearest, or one of two.
+  // What channel d errs; `code` is one of the nearest in four bits. Of a range that must hold it, a fine channel outside errs infinitely.
   template <int FINE>
-  __device__ __forceinline__ float squared_error_of(float x, float code, int d) const {
+  __device__ __forceinline__ float squared_error_of(float x, float code, int d, bool must_hold) const {
     if (FINE > 0 && d >= HEAD_DIM - FINE) return 0.f;
-    return FINE > 0 && d < FINE ? squared_error(x, nearest_fine(x), FINE_STEPS) : squared_error(x, code);
+    if (FINE == 0 || d >= FINE) return squared_error(x, code);
+    const float steps = fine_steps(x);
+    if (must_hold && (steps < -.5f || steps > FINE_STEPS * LARGEST_CODE + .5f)) return __int_as_float(0x7f800000);
+    return squared_error(x, nearest_fine(x), FINE_STEPS);
   }
   // The four bits that are stored in the place of channel d.
   template <int FINE>
@@ -115,7 +119,7 @@ __device__ __forceinline__ void refit(Stored (&stored)[HELD], const float (&y)[H
     for (int c = 0; c < CANDIDATES; c++) {
       const Grid grid = clipped(range[i], c);
 #pragma unroll
-      for (int k = 0; k < PIECE; k++) errors[c] += grid.squared_error_of<FINE>(y[i][k], grid.one_of_nearest(y[i][k]), d + k);
+      for (int k = 0; k < PIECE; k++) errors[c] += grid.squared_error_of<FINE>(y[i][k], grid.one_of_nearest(y[i][k]), d + k, c > 0);
     }
     sums.errors[me.warp][8 * i + me.g][me.t] = sum_of_lanes(errors);
   }
@@ -157,7 +161,7 @@ __device__ __forceinline__ void refit(Stored (&stored)[HELD], const float (&y)[H
 #pragma unroll
     for (int k = 0; k < PIECE; k++) {
       const float code = grid.nearest(y[i][k]);
-      errors[i] += grid.squared_error_of<FINE>(y[i][k], code, d + k);
+      errors[i] += grid.squared_error_of<FINE>(y[i][k], code, d + k, true);
       word |= grid.bits_of<FINE>(y[i][k], code, d + k) << 4 * k;
     }
     refitted[i] = {word, grid.scale_bits, grid.offset_bits};

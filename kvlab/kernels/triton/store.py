@@ -225,15 +225,25 @@ def _encode(within, y, low, high, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, 
     offset = (low + 0.0).to(tl.float16)
     span = tl.maximum(high - offset.to(tl.float32), 0.0)
     scale = tl.div_rn(span, tl.full((TOKENS,), _LARGEST_CODE, tl.float32)).to(tl.float16)
-    return _with_fine(_nearest(within, scale, offset, HEAD_DIM, TOKENS), y, scale, offset, FINE), scale, offset
+    return _with_fine(_nearest(within, scale, offset), y, scale, offset, FINE), scale, offset
 
 
 @triton.jit
-def _nearest(y, scale, offset, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, STEPS: tl.constexpr = 1):
-    """Find the nearest codes, integers in float32; ``STEPS`` times as fine ones."""
+def _nearest(y, scale, offset):
+    """Find the nearest codes, integers in float32."""
+    return _to_integers(_steps(y, scale, offset), 1)
+
+
+@triton.jit
+def _steps(y, scale, offset):
+    """Say how many scales above the offset numbers are; none where the scale is 0."""
     divisor = tl.where(scale > 0, scale.to(tl.float32), float("inf"))
-    quotient = tl.div_rn(y - offset.to(tl.float32)[:, None], tl.broadcast_to(divisor[:, None], (TOKENS, HEAD_DIM)))
-    return tl.minimum(tl.maximum(STEPS * quotient, 0.0), STEPS * _LARGEST_CODE) + _TO_INTEGER - _TO_INTEGER
+    return tl.div_rn(y - offset.to(tl.float32)[:, None], tl.broadcast_to(divisor[:, None], y.shape))
+
+
+@triton.jit
+def _to_integers(steps, STEPS: tl.constexpr):
+    return tl.minimum(tl.maximum(STEPS * steps, 0.0), STEPS * _LARGEST_CODE) + _TO_INTEGER - _TO_INTEGER
 
 
 @triton.jit
@@ -241,7 +251,7 @@ def _with_fine(codes, y, scale, offset, FINE: tl.constexpr):
     """Put codes of eight bits in both places of the fine channels."""
     if FINE > 0:
         channel = tl.arange(0, y.shape[1])[None, :]
-        fine = _nearest(y, scale, offset, y.shape[1], y.shape[0], _FINE_STEPS)
+        fine = _to_integers(_steps(y, scale, offset), _FINE_STEPS)
         codes = tl.where((channel < FINE) | (channel >= y.shape[1] - FINE), fine, codes)
     return codes
 
@@ -256,6 +266,14 @@ def _squared_error(y, codes, scale, offset, FINE: tl.constexpr):
         error = tl.where(channel < FINE, codes * scale / _FINE_STEPS + offset - y, error)
         error = tl.where(channel < y.shape[1] - FINE, error, 0.0)
     return tl.sum(error * error, 1)
+
+
+@triton.jit
+def _holds(y, scale, offset, FINE: tl.constexpr):
+    """Whether a range holds all fine channels, to half a step."""
+    steps = _FINE_STEPS * _steps(y, scale, offset)
+    outside = (steps < -0.5) | (steps > _FINE_STEPS * _LARGEST_CODE + 0.5)
+    return tl.max((outside & (tl.arange(0, y.shape[1])[None, :] < FINE)).to(tl.int32), 1) == 0
 
 
 @triton.jit
@@ -287,7 +305,7 @@ def _refit(y, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, FINE: tl.constexpr):
     # The best scale for the offset as fp16 holds it.
     products -= (new_offset.to(tl.float32) - old_offset) * sum_codes
     new_scale = tl.maximum(products / tl.where(squares > 0, squares, float("inf")), 0.0).to(tl.float16)
-    new_codes = _nearest(y, new_scale, new_offset, HEAD_DIM, TOKENS)
+    new_codes = _nearest(y, new_scale, new_offset)
     new_codes = _with_fine(new_codes, y, new_scale, new_offset, FINE)
     codes, scale, offset, least = _better(y, codes, scale, offset, least, new_codes, new_scale, new_offset, FINE)
     return codes, scale, offset
@@ -298,6 +316,8 @@ def _better(y, codes, scale, offset, least, new_codes, new_scale, new_offset, FI
     """Choose the new ones where they err clearly less, and say how much the chosen err; not finite is not less."""
     error = _squared_error(y, new_codes, new_scale, new_offset, FINE)
     less = error < least * _CLEARLY_LESS
+    if FINE > 0:
+        less &= _holds(y, new_scale, new_offset, FINE)
     return (
         tl.where(less[:, None], new_codes, codes),
         tl.where(less, new_scale, scale),

@@ -7,7 +7,7 @@ from kvlab.calibrate import Calibration, balanced, calibrate, calibrating, fitte
 from kvlab.calibrate.closed_forms import FINDERS
 from kvlab.calibrate.fit import fit_layer, rotation_matrix
 from kvlab.measure import layer_errors
-from kvlab.quantizers import AsymmetricInteger, UnequalInteger
+from kvlab.quantizers import AsymmetricInteger, RefitUnequalInteger, UnequalInteger
 from kvlab.recording import Capture
 from kvlab.schemes import Scheme, StoredAs, get_scheme
 from kvlab.transforms import Center, Chain, Matrix, RandomizedHadamard
@@ -169,11 +169,14 @@ def steep(capture):
     return dataclasses.replace(capture, read_layers=lambda: layers)
 
 
-def test_unequal_bits_are_found_where_few_directions_count(capture_of, monkeypatch):
+@pytest.mark.parametrize(
+    ("scheme", "quantizer"), [("hadamard-int4", UnequalInteger), ("hadamard-int4-refit", RefitUnequalInteger)]
+)
+def test_unequal_bits_are_found_where_few_directions_count(capture_of, monkeypatch, scheme, quantizer):
     monkeypatch.setattr(calibrating, "FINE_COUNTS", (4,))
-    found = calibrate(steep(capture_of(seed=0)), steep(capture_of(seed=1)), seeds=2, finder="unequal")
+    found = calibrate(steep(capture_of(seed=0)), steep(capture_of(seed=1)), scheme=scheme, seeds=2, finder="unequal")
     assert found.fine_channels == 4
-    assert found.scheme().keys.quantizer == UnequalInteger(4)
+    assert found.scheme().keys.quantizer == quantizer(4)
     for entry in found.manifest["layers"].values():
         assert entry["error_after"] < 0.5 * entry["error_map"]
 
@@ -181,7 +184,7 @@ def test_unequal_bits_are_found_where_few_directions_count(capture_of, monkeypat
 @pytest.mark.parametrize(
     ("scheme", "asked", "accepted"),
     [
-        ("hadamard-int4-refit", {"finder": "unequal"}, "accepted with fine channels: "),
+        ("hadamard-int3", {"finder": "unequal"}, "accepted with fine channels: "),
         ("hadamard-int4-refit-kv", {"values": True}, "accepted with transforms of values: "),
     ],
 )

@@ -128,10 +128,10 @@ def test_fine_channels_of_a_scheme_that_has_none_are_refused_when_read(tmp_path,
     found = calibrate(capture_of(seed=0), capture_of(seed=1), seeds=2, finder="balanced")
     tensors, manifest = parts(found)
     manifest["ingredients"].append("fine_channels")
-    manifest["scheme"] = "hadamard-int4-refit"
+    manifest["scheme"] = "hadamard-int3"
     maps = torch.stack([found.key_maps[4], found.key_maps[9]])
     path = write(tmp_path / "c", {**tensors, "key_maps": maps, "fine_channels": torch.tensor([2])}, manifest)
-    with pytest.raises(ValueError, match=r"c: base is 'hadamard-int4-refit'; accepted with fine channels: "):
+    with pytest.raises(ValueError, match=r"c: base is 'hadamard-int3'; accepted with fine channels: "):
         Calibration.load(path)
 
 

@@ -4,8 +4,8 @@ from test_closed_forms import HEAD_DIM, ROTATION, planted, shrunk, singular_valu
 
 from kvlab.calibrate import balanced, calibrated_scheme, fit_transforms, fitted_scheme, unequal
 from kvlab.calibrate.closed_forms import FREE_FACTOR
-from kvlab.calibrate.unequal import cosines
-from kvlab.quantizers import AsymmetricInteger, UnequalInteger
+from kvlab.calibrate.unequal import FINE_SPREAD, cosines
+from kvlab.quantizers import AsymmetricInteger, RefitUnequalInteger, UnequalInteger
 from kvlab.schemes import StoredAs
 from kvlab.transforms import Chain, Matrix
 
@@ -21,20 +21,22 @@ def test_cosines_are_orthonormal_and_begin_constant():
         torch.testing.assert_close(matrix[:, 0], torch.full((size,), size**-0.5, dtype=torch.float64))
 
 
-def test_both_classes_vary_alike_and_only_the_free_direction_crosses():
+def test_each_class_varies_evenly_and_only_the_free_direction_crosses():
     sample = planted(1)
     A = unequal(FINE)(sample, ROTATION)
     moved = A @ shrunk(sample.moment) @ A.mT
     stored = HEAD_DIM - FINE
     free = torch.zeros(HEAD_DIM, dtype=torch.float64)
     free[:stored] = 1
-    # Without what lies along the constant vector, which the offset takes: the mean over a class's channels is 1.
+    # Without what lies along the constant vector, which the offset takes: the mean over a class's channels is the
+    # square of its spread.
     sigma = singular_values(sample)
     height = FREE_FACTOR**2 * sigma[:, 0] / FINE / (sigma[:, 1:FINE].sum(1) / FINE)
     rest = moved - height[:, None, None] * torch.outer(free, free)
-    for begin, end in ((0, FINE), (FINE, stored)):
+    for begin, end, spread in ((0, FINE, FINE_SPREAD), (FINE, stored, 1)):
         variances = rest.diagonal(dim1=-2, dim2=-1)[:, begin:end]
-        torch.testing.assert_close(variances.mean(1), torch.ones(2, dtype=torch.float64), rtol=1e-6, atol=0)
+        expected = torch.full((2,), spread**2, dtype=torch.float64)
+        torch.testing.assert_close(variances.mean(1), expected, rtol=1e-6, atol=0)
     assert rest[:, :FINE, FINE:stored].abs().max() < 1e-6
 
 
@@ -79,8 +81,9 @@ def test_a_fitted_scheme_knows_the_bits_that_its_transforms_are_for(capture_of):
     apart = calibrated_scheme("hadamard-int4", 0, maps=matrix.matrices, fine=fine)
     keys = captured.layers[4].k.float()
     assert torch.equal(fitted.keys.roundtrip(keys, 4), apart.keys.roundtrip(keys, 4))
-    with pytest.raises(ValueError, match="accepted with fine channels: one with plain 4-bit integers"):
-        fitted_scheme("hadamard-int4-refit", transforms)
+    assert fitted_scheme("hadamard-int4-refit", transforms).keys.quantizer == RefitUnequalInteger(fine)
+    with pytest.raises(ValueError, match=r"^base is 'hadamard-int3'; accepted with fine channels: one with"):
+        fitted_scheme("hadamard-int3", transforms)
 
 
 @pytest.mark.parametrize(("argument", "value"), [("transforms", None), ("values", "balanced")])
