@@ -134,7 +134,8 @@ def choose_device(device: str | None) -> torch.device:
     """
     try:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=chosen)
+        # Read back: a device without memory has nothing to read.
+        torch.zeros(1, device=chosen).item()
     except (RuntimeError, AssertionError):
         raise ValueError(f"device is {device!r}; accepted: cpu, or cuda where torch finds a GPU") from None
     return chosen

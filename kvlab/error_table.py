@@ -78,7 +78,7 @@ def fill_error_table(
     manifest = next(iter(captures.values())).manifest
     settings = {name: getattr(manifest, name) for name in ("model", "revision", "config_hash")}
     settings = {"measured": "attention_error"} | settings
-    table = PointTable(out, columns=COLUMNS, key=KEY, numbers=NUMBERS, settings=settings, notes=NOTES)
+    table = PointTable(out, columns=COLUMNS, key=KEY, numbers=NUMBERS, settings=settings, notes=NOTES, needed=NUMBERS)
     kept = {"exact_first": exact_first, "exact_recent": exact_recent}
     hashes = {scheme.name: calibration_hashes.get(scheme.name, "")[:HASH_DIGITS] for scheme in schemes}
     asked = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from kvlab.calibrate import Calibration, calibrate
+from kvlab.calibrate import Calibration, calibrate, check_names
 from kvlab.capture_files import StoredCapture, open_capture
 from kvlab.capture_job import choose_device
 from kvlab.error_table import fill_error_table
@@ -82,8 +83,9 @@ def measure(
         A capture, scheme, calibration or table's file that is not accepted, or two schemes of one name.
     """
     captures = open_captures(folders, choose_device(device))
-    calibrated = [_load(path, captures).scheme(path.stem) for path in calibrations]
-    chosen = get_schemes([*(schemes or SCHEMES), *calibrated])
+    named = get_schemes(schemes or SCHEMES)
+    check_names(calibrations, [scheme.name for scheme in named])
+    chosen = [*named, *(_load(path, captures).scheme(path.stem) for path in calibrations)]
     exact = {"exact_first": exact_first, "exact_recent": exact_recent}
     if out is None:
         return measure_captures(captures, chosen, **exact, progress=True)
@@ -109,7 +111,9 @@ def _load(path: Path, captures: Mapping[str, StoredCapture]) -> Calibration:
 
 def as_document(tables: Mapping[str, pd.DataFrame]) -> dict[str, object]:
     """Return the tables as JSON rows, with the figures over texts that people compare."""
-    return {name: table.to_dict("records") for name, table in (*tables.items(), *_summaries(tables).items())}
+    every = {**tables, **_summaries(tables)}
+    # JSON has no NaN, which a spread over one text is.
+    return {name: json.loads(table.to_json(orient="records", double_precision=15)) for name, table in every.items()}
 
 
 def as_text(tables: Mapping[str, pd.DataFrame]) -> str:

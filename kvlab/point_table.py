@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -39,16 +40,19 @@ class PointTable:
     key
         The columns that name a point.
     numbers
-        The columns that hold a number or nothing.
+        The columns that hold a number, or nothing where they are not in ``needed``.
     settings
         What all rows have in common, in JSON's types. A file with others is refused.
     notes
         What the columns mean, a line each.
+    needed
+        Those of the numbers without which a row is damaged; they are finite.
 
     Raises
     ------
     ValueError
-        ``path`` cannot be written, was written with other settings, or is damaged.
+        ``path`` cannot be written, was written with other settings, or is damaged; from `append` too, where another
+        process has written there since.
     """
 
     def __init__(
@@ -60,9 +64,13 @@ class PointTable:
         numbers: Sequence[str],
         settings: Mapping[str, object],
         notes: Sequence[str] = (),
+        needed: Sequence[str] = (),
     ):
-        self.path, self.columns, self.key, self.numbers = path, columns, key, numbers
+        # A link stays one: what it leads to is written.
+        self.path = path = Path(os.path.realpath(path)) if path is not None and path.is_symlink() else path
+        self.columns, self.key, self.numbers, self.needed = columns, key, numbers, needed
         self.settings, self.notes = settings, notes
+        self._last: bytes | None = None
         exists = path is not None and path.exists()
         if path is not None and ((exists and not path.is_file()) or not os.access(path.parent, os.W_OK)):
             raise ValueError(f"out is {str(path)!r}; accepted: a file in a folder that can be written")
@@ -82,14 +90,19 @@ class PointTable:
 
     def _write(self) -> None:
         head = "".join(f"# {note}\n" for note in self.notes) + SETTINGS + json.dumps(self.settings) + "\n"
+        content = (head + self.frame.to_csv(index=False)).encode("utf-8")
+        if (self.path.read_bytes() if self.path.exists() else None) != self._last:
+            raise ValueError(f"out is {str(self.path)!r}, which another process has changed; accepted: one at a time")
         with written_whole(self.path) as scratch:
-            scratch.write_text(head + self.frame.to_csv(index=False), encoding="utf-8")
+            scratch.write_bytes(content)
+        self._last = content
 
     def _read(self) -> pd.DataFrame:
         out, new = f"out is {str(self.path)!r}", "accepted: a new file, or one that this command wrote"
         found = None
         with suppress(ValueError, RecursionError):
-            text = self.path.read_bytes().decode("utf-8")
+            self._last = self.path.read_bytes()
+            text = self._last.decode("utf-8")
             head = HEAD.match(text)[0]
             found = json.loads(head.partition(SETTINGS)[2].partition("\n")[0])
         if not isinstance(found, dict):
@@ -116,7 +129,9 @@ class PointTable:
         """Return a row of the file if it is whole; else a ValueError."""
         row = dict(zip(self.columns, cells, strict=True))
         for name in self.numbers:
-            float(row[name] or "nan")
+            number = float(row[name] or "nan")
+            if name in self.needed and not math.isfinite(number):
+                raise ValueError(name)
         return row
 
 

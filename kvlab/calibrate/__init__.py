@@ -8,7 +8,7 @@ from kvlab.calibrate.bound import bound_table, rate_distortion_error, seen_energ
 from kvlab.calibrate.calibrating import calibrate
 from kvlab.calibrate.closed_forms import balanced, channel_scales, plain, query_basis, scaled_query_basis
 from kvlab.calibrate.compose import calibrated_scheme, fitted_scheme
-from kvlab.calibrate.file import Calibration
+from kvlab.calibrate.file import Calibration, check_names
 from kvlab.calibrate.fit import fit_transforms
 from kvlab.calibrate.learned import expected_error, learned_matrix, learned_rotation
 from kvlab.calibrate.means import key_means
@@ -28,6 +28,7 @@ __all__ = [
     "calibrate",
     "calibrated_scheme",
     "channel_scales",
+    "check_names",
     "expected_error",
     "fit_transforms",
     "fit_value_transforms",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -297,3 +297,17 @@ def _read(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
         kind = "no calibration file" if found is None else f"of format {found!r}"
         raise ValueError(f"is {kind}; accepted: {FORMAT!r}")
     return manifest, tensors
+
+
+def check_names(calibrations: Sequence[Path], taken: Sequence[str]) -> None:
+    """Check that files may be measured under their names without the ending, beside rows of ``taken`` names.
+
+    Raises
+    ------
+    ValueError
+        A file's name is another's or is taken.
+    """
+    for number, path in enumerate(calibrations):
+        if path.stem in [*taken, *(other.stem for other in calibrations[:number])]:
+            named = f"calibration is {str(path)!r}, but other rows are called {path.stem!r}"
+            raise ValueError(f"{named}; accepted: files whose names, without the ending, no scheme or other file has")

@@ -103,6 +103,10 @@ def _objective(
     return KeyObjective(keys, query_covariance(layer, scheme).to(keys.device))
 
 
+MOST_SEEDS = 1_000_000
+"""To be tried, weeks of work: a number of more is a slip."""
+
+
 def check_seeds(seeds: int | Iterable[int]) -> list[int]:
     """List the seeds meant, each once, in increasing order.
 
@@ -112,7 +116,7 @@ def check_seeds(seeds: int | Iterable[int]) -> list[int]:
         A seed is no integer ≥ 0, or there is none.
     """
     if not isinstance(seeds, Iterable):
-        seeds = range(check_integer(seeds, "seeds", minimum=1))
+        seeds = range(check_integer(seeds, "seeds", minimum=1, maximum=MOST_SEEDS))
     listed = sorted({check_integer(seed, "a seed of seeds", minimum=0) for seed in seeds})
     if not listed:
         raise ValueError("seeds is empty; accepted: at least one seed")

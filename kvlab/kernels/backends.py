@@ -61,6 +61,8 @@ def choose_backend(
 
 
 def _why_no_triton(device: torch.device) -> str | None:
+    if device.type == "meta":
+        return "device is meta; accepted: one with memory"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; pip install triton"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

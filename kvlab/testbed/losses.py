@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kvlab.calibrate import Calibration
+from kvlab.calibrate import Calibration, check_names
 from kvlab.capture_job import choose_device
 from kvlab.checks import check_integer
 from kvlab.measure.loss import EXACT, loss_table
@@ -23,9 +23,10 @@ from kvlab.testbed.loading import checkpoint_folder, load_testbed
 from kvlab.testbed.prepared import LANGUAGES, Prepared, read_prepared
 
 TABLE = "testbed_loss.csv"
-KEY = ("language", "text")
+TEXT = ("language", "text")
+KEY = (*TEXT, "scheme")
 NUMBERS = ("bits", "tokens", "loss", "increase", "standard_error")
-COLUMNS = (*KEY, "scheme", *NUMBERS, "date", "machine", "versions")
+COLUMNS = (*KEY, *NUMBERS, "date", "machine", "versions")
 NOTES = (
     "text: the first token of its stretch. loss: nats per token. increase, standard_error: over the exact cache, over",
     "tokens.",
@@ -77,7 +78,7 @@ def write_losses(
     check_out(out)
     texts, length = check_integer(texts, "texts", minimum=1), check_integer(length, "length", minimum=2)
     named = get_schemes(schemes)
-    _check_names(calibrations, [EXACT, *(scheme.name for scheme in named)])
+    check_names(calibrations, [EXACT, *(scheme.name for scheme in named)])
     opened = read_prepared(prepared)
     if texts * length > (shortest := opened.shortest("held_out")):
         raise ValueError(f"texts · length is {texts * length}; accepted: at most {shortest}, all held-out tokens")
@@ -96,25 +97,25 @@ def write_losses(
         "schemes": [scheme.name for scheme in named],
         "calibrations": {path.stem: _digest(path.read_bytes()) for path in calibrations},
     }
+    numbers = ("text", *NUMBERS)
     table = PointTable(
-        out / TABLE, columns=COLUMNS, key=KEY, numbers=["text", *NUMBERS], settings=settings, notes=NOTES
+        out / TABLE, columns=COLUMNS, key=KEY, numbers=numbers, settings=settings, notes=NOTES, needed=numbers
     )
-    stretches = [one for one in _stretches(opened, texts, length) if not table.has(one[0])]
+    rows_of_text = [{"scheme": name} for name in (EXACT, *(scheme.name for scheme in measured))]
+    stretches = [
+        (point, ids)
+        for point, ids in _stretches(opened, texts, length)
+        if not all(table.has(point | row) for row in rows_of_text)
+    ]
     every = texts * len(LANGUAGES)
     origin = {"date": today(), "machine": machine(), "versions": versions()}
     with tqdm(total=every, initial=every - len(stretches), desc="losses", unit="text") as bar:
         for point, ids in stretches:
             rows = loss_table(model, ids.to(device), measured).assign(**point, **origin)
-            table.append(rows.to_dict("records"))
+            # Of a stretch some rows may be there: a line was taken out of the file.
+            table.append([row for row in rows.to_dict("records") if not table.has(row)])
             bar.update()
     return table.path
-
-
-def _check_names(calibrations: Sequence[Path], taken: list[str]) -> None:
-    for number, path in enumerate(calibrations):
-        if path.stem in [*taken, *(other.stem for other in calibrations[:number])]:
-            named = f"calibration is {str(path)!r}, but other rows are called {path.stem!r}"
-            raise ValueError(f"{named}; accepted: files whose names, without the ending, no scheme or other file has")
 
 
 def _digest(*parts: np.ndarray | bytes) -> str:

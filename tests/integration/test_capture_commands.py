@@ -191,16 +191,17 @@ def test_a_table_of_captures_is_written_and_repeating_the_command_changes_nothin
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--calibration", "{0}", "--calibration", "{1}"], "schemes has 2 named 'own'; accepted: one scheme per name"),
+        (["--calibration", "{0}", "--calibration", "{1}"], "but other rows are called 'own'; accepted: files whose"),
         (["--calibration", "{0}", "--scheme", "int4", "--scheme", "int4"], "schemes has 2 named 'int4'"),
         (["--out", "none/errors.csv"], "out is 'none/errors.csv'; accepted: a file in a folder that can be written"),
         (["--out", "{0}"], "without a line of settings that can be read; accepted: a new file, or one that"),
         (["--exact-first", "-1"], "--exact-first"),
+        (["--device", "meta"], "device is 'meta'; accepted: cpu, or cuda where torch finds a GPU"),
     ],
 )
 def test_measuring_refuses_before_it_begins(capsys, captures, calibrations, options, message):
     options = [option.format(*calibrations) for option in options]
-    code, out, err = run(capsys, "measure", captures / "third", "--device", "cpu", *options)
+    code, out, err = run(capsys, "measure", captures / "third", *options)
     # No bar of a measurement that began.
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("kvlab: ") and message in err

@@ -138,7 +138,7 @@ def write_calibration(path):
         "config_hash": "none",
         "num_kv_heads": shape[0],
         "head_dim": shape[1],
-        "scheme": "hadamard-int4",
+        "scheme": "hadamard-int4-refit",
         "ingredients": ["rotation_seeds", "key_means", "key_maps", "value_means", "value_maps", "fine_channels"],
         "captures": [],
         "holdout": [],

@@ -37,6 +37,37 @@ def test_a_table_is_continued_and_no_row_changes(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["table.csv"]
 
 
+def test_what_another_process_wrote_is_not_overwritten(tmp_path):
+    path = tmp_path / "table.csv"
+    one, other = table(path), table(path)
+    one.append([ROW])
+    with pytest.raises(ValueError, match="which another process has changed; accepted: one at a time"):
+        other.append([ROW | {"point": "1"}])
+    one.append([ROW | {"point": "2"}])
+    assert pd.read_csv(path, comment="#")["point"].tolist() == [8, 2]
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "link.csv").symlink_to(tmp_path / "real.csv")
+    for point in "12":
+        table(tmp_path / "link.csv").append([ROW | {"point": point}])
+    assert (tmp_path / "link.csv").is_symlink()
+    assert len(pd.read_csv(tmp_path / "real.csv", comment="#")) == 2
+
+
+@pytest.mark.parametrize("cell", ["", "nan", "inf"])
+def test_a_number_that_is_needed_is_not_blank(tmp_path, cell):
+    def needing():
+        settings = {"columns": COLUMNS, "key": ("scheme",), "numbers": ["median_ms"], "needed": ["median_ms"]}
+        return PointTable(tmp_path / "table.csv", settings={}, **settings)
+
+    needing().append([ROW])
+    path = tmp_path / "table.csv"
+    path.write_text(path.read_text().replace("12.3457", cell))
+    with pytest.raises(ValueError, match="is damaged"):
+        needing()
+
+
 def test_other_settings_are_refused(tmp_path):
     table(tmp_path / "table.csv").append([ROW])
     with pytest.raises(ValueError, match=r"measured with steps 512; accepted: .* measured with 64"):

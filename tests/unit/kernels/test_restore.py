@@ -69,6 +69,10 @@ OUTPUT, INVERSE, MEAN = torch.zeros(3, 4, 64).bfloat16(), torch.zeros(2, 64, 64)
         ({"mean": MEAN.bfloat16()}, "mean is torch.bfloat16"),
         ({"mean": MEAN.to("meta")}, "mean is .* on meta; accepted: .* on cpu"),
         ({"backend": "cuda"}, "backend 'cuda' cannot run: "),
+        (
+            {"output": OUTPUT.to("meta"), "inverse": INVERSE.to("meta"), "mean": MEAN.to("meta")},
+            "device is meta; accepted: one with memory",
+        ),
         ({"backend": "numpy"}, "backend is 'numpy'; accepted: "),
     ],
 )

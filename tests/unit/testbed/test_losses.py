@@ -82,6 +82,15 @@ def test_what_was_interrupted_goes_on_where_it_stopped(folder, model, measured, 
     assert seen == in_one
 
 
+def test_a_row_that_was_taken_out_is_measured_again(folder, model, measured, tmp_path):
+    path = write_losses(folder, tmp_path / "out", SCHEMES, **SIZES)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]))
+    measured[0].clear()
+    assert write_losses(folder, tmp_path / "out", SCHEMES, **SIZES).read_text() == "".join(lines)
+    assert len(measured[0]) == 1
+
+
 def test_another_measurement_is_not_continued(folder, model, measured, calibration, tmp_path):
     def write(prepared=folder, schemes=SCHEMES, calibrations=(calibration,), **changes):
         return write_losses(prepared, tmp_path / "out", schemes, calibrations, **SIZES | changes)
