@@ -56,5 +56,6 @@ def _kernel(
         matrix = tl.load(inverse + (kv_head * HEAD_DIM + some)[:, None] * HEAD_DIM + dim).to(tl.float32)
         # What was bfloat16 is exact in TF32.
         restored = tl.dot(x, matrix, restored, input_precision="tf32")
-    # In place: all of the vector was read.
+    # In place: no warp writes before all have read.
+    tl.debug_barrier()
     tl.store(vector + dim, restored.to(tl.bfloat16), mask=exists)
