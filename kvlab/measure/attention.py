@@ -178,13 +178,14 @@ def _outputs(
         block = slice(start, start + step)
         v_exact = v[:, block].float()
         v_stored = {side: read(block) for side, read in values.items()}
-        k_exact, kept = k[:, block].float(), None
+        kept = None
         if exact_first or exact_recent:
             index = torch.arange(start, start + v_exact.shape[1], device=v.device)
             distance = runs[0].last - index
             near = (index < exact_first) | ((distance >= 0) & (distance < exact_recent))
-            kept = _Kept(near, k_exact, v_exact) if near.any() else None
-        runs[0].update(start, k_exact, [v_exact, *(v_stored.values() if "V" in stored else ())], kept)
+            kept = _Kept(near, k[:, block].float(), v_exact) if near.any() else None
+        # Without a name: a block may be the whole context, and the next ones need its memory.
+        runs[0].update(start, k[:, block].float(), [v_exact, *(v_stored.values() if "V" in stored else ())], kept)
         for scheme, run, read in zip(with_keys, runs[1:], keys, strict=True):
             run.update(start, read(block), [v_exact, *([v_stored[scheme.values]] if "KV" in stored else ())], kept)
     exact, *with_v = runs[0].outputs()
