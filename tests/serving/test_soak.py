@@ -13,7 +13,8 @@ import pytest
 from openai_client import complete, metric, next_token_logprobs
 from served_checkpoint import MAX_TOKENS, WINDOW
 
-pytestmark = pytest.mark.serving
+# Not among the tests of `serving`, which continuous integration runs: it takes five minutes.
+pytestmark = pytest.mark.soak
 
 REQUESTS, ROUND, AT_ONCE = 2000, 100, 16
 # Of a thousand requests; the others are short and plain. The CPU's plain kernels read some hundred tokens a second, so
