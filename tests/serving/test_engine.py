@@ -12,6 +12,9 @@ pytest.importorskip("vllm", reason="needs vLLM: .ci/install-serving-cpu installs
 pytestmark = pytest.mark.serving
 
 SCHEMES = ("hadamard-int4", "int4", "calibrated")
+every_scheme = pytest.mark.parametrize(
+    "scheme", [pytest.param(name, marks=[pytest.mark.long] if name == "int4" else []) for name in SCHEMES]
+)
 # As much farther apart than two correct BF16 implementations as a served and a simulated scheme may be.
 FACTOR = 1.25
 OTHER_SUMS = 1.5
@@ -56,7 +59,7 @@ def mean_with_error(x):
     return x.mean().item(), x.std().item() / len(x) ** 0.5
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@every_scheme
 def test_served_is_what_was_simulated(served, simulated, report, scheme):
     ours = served(scheme) - simulated[scheme]
     # How far two correct BF16 implementations are apart on this model is measured, not assumed.
@@ -79,7 +82,7 @@ def test_served_is_what_was_simulated(served, simulated, report, scheme):
     assert spread <= FACTOR
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@every_scheme
 def test_served_is_none_of_the_others(served, simulated, scheme):
     distances = {name: (served(scheme) - values).abs().mean().item() for name, values in simulated.items()}
     assert min(distances, key=distances.get) == scheme

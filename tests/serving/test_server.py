@@ -198,6 +198,7 @@ def test_it_says_which_model_it_serves(client, server):
     assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
 
 
+@pytest.mark.long
 def test_stopped_and_started_again(start_server):
     answers, port = [], None
     for _ in range(2):

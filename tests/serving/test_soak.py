@@ -13,8 +13,7 @@ import pytest
 from openai_client import complete, metric, next_token_logprobs
 from served_checkpoint import MAX_TOKENS, WINDOW
 
-# Not among the tests of `serving`, which continuous integration runs: it takes five minutes.
-pytestmark = pytest.mark.soak
+pytestmark = [pytest.mark.serving, pytest.mark.long]
 
 REQUESTS, ROUND, AT_ONCE = 2000, 100, 16
 # Of a thousand requests; the others are short and plain. The CPU's plain kernels read some hundred tokens a second, so

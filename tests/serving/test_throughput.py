@@ -139,6 +139,7 @@ def test_an_engine_that_cannot_start_says_why_and_keeps_its_log(setup, tmp_path)
     assert "no-such-option" in log.read_text()
 
 
+@pytest.mark.long
 def test_two_ranks_and_random_weights(setup, tmp_path):
     (tmp_path / "config.json").write_bytes((setup.model / "config.json").read_bytes())
     drawn = dataclasses.replace(
