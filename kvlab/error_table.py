@@ -29,8 +29,6 @@ NOTES = (
 )
 HASH_DIGITS = 12
 
-Key = tuple[str, ...]
-
 
 def fill_error_table(
     out: Path,
@@ -81,13 +79,16 @@ def fill_error_table(
     table = PointTable(out, columns=COLUMNS, key=KEY, numbers=NUMBERS, settings=settings, notes=NOTES, needed=NUMBERS)
     kept = {"exact_first": exact_first, "exact_recent": exact_recent}
     hashes = {scheme.name: calibration_hashes.get(scheme.name, "")[:HASH_DIGITS] for scheme in schemes}
-    asked = {}
+    asked = []
     for name, capture in captures.items():
         text = _text(name, capture.manifest)
-        wanted = _wanted(text, capture.manifest.layers, hashes, kept)
-        asked |= {key: (name, *row) for key, row in wanted.items()}
-        done = set(_keys(table.frame))
-        missing = {scheme for key, (_, scheme, _) in wanted.items() if key not in done}
+        rows = itertools.product(capture.manifest.layers, hashes, STORED)
+        wanted = [
+            {**text, **kept, "layer": layer, "scheme": scheme, "stored": stored, "calibration_hash": hashes[scheme]}
+            for layer, scheme, stored in rows
+        ]
+        asked += wanted
+        missing = {row["scheme"] for row in table.lacking(wanted)}
         if not missing:
             continue
         lacking = [scheme for scheme in schemes if scheme.name in missing]
@@ -95,11 +96,12 @@ def fill_error_table(
         origin = {"machine": provenance.machine(), "versions": provenance.versions(), "date": provenance.today()}
         rows = errors.assign(**text, **kept, calibration_hash=errors["scheme"].map(hashes), **origin, command=command)
         # Of a scheme some rows may be there: a line was taken out of the file.
-        rows = rows[[key not in done for key in _keys(rows)]]
-        table.append(rows[list(COLUMNS)].to_dict("records"))
+        table.append(table.lacking(rows[list(COLUMNS)].to_dict("records")))
     found = dict(zip(_keys(table.frame), table.frame[["bits", "error"]].astype(float).to_numpy(), strict=True))
-    rows = [(*row, *found[key]) for key, row in asked.items()]
-    return pd.DataFrame(rows, columns=["text", "layer", "scheme", "stored", "bits", "error"])
+    asked = pd.DataFrame(asked)
+    shown = asked[["capture", "layer", "scheme", "stored"]].rename(columns={"capture": "text"})
+    shown[["bits", "error"]] = [found[key] for key in _keys(asked)]
+    return shown
 
 
 def _text(name: str, manifest: Manifest) -> dict[str, object]:
@@ -108,15 +110,6 @@ def _text(name: str, manifest: Manifest) -> dict[str, object]:
     return dict(zip(TEXT, cells, strict=True))
 
 
-def _wanted(
-    text: Mapping[str, object], layers: Sequence[int], hashes: Mapping[str, str], kept: Mapping[str, int]
-) -> dict[Key, tuple[int, str, str]]:
-    """Return the key of every row that is asked for → its layer, scheme and what is stored."""
-    rows = pd.DataFrame(itertools.product(layers, hashes, STORED), columns=["layer", "scheme", "stored"])
-    keys = _keys(rows.assign(**text, **kept, calibration_hash=rows["scheme"].map(hashes)))
-    return dict(zip(keys, rows.itertuples(index=False, name=None), strict=True))
-
-
-def _keys(rows: pd.DataFrame) -> list[Key]:
+def _keys(rows: pd.DataFrame) -> list[tuple[str, ...]]:
     """Return what names each row, as text, which is what a file has."""
     return list(rows[list(KEY)].astype(str).itertuples(index=False, name=None))

@@ -48,6 +48,18 @@ def written_whole(path: Path) -> Iterator[Path]:
             scratch.unlink(missing_ok=True)
 
 
+def check_file(out: Path) -> None:
+    """Check that a table can be written to ``out``: a file, or a new one in a folder that can be written.
+
+    Raises
+    ------
+    ValueError
+        It is another thing, or the folder is not there or cannot be written.
+    """
+    if (out.exists() and not out.is_file()) or not os.access(out.parent, os.W_OK):
+        raise ValueError(f"out is {str(out)!r}; accepted: a file in a folder that can be written")
+
+
 def check_out(out: Path, name: str = "out") -> None:
     """Check that ``out`` is a folder that can be written, or can become one; ``name`` is for the error.
 

@@ -8,13 +8,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
 
-from kvlab.paths import written_whole
+from kvlab.paths import check_file, written_whole
 
 SETTINGS = "# settings: "
 """Begins the line of the file with what its rows have in common."""
@@ -72,14 +72,18 @@ class PointTable:
         self.settings, self.notes = settings, notes
         self._last: bytes | None = None
         exists = path is not None and path.exists()
-        if path is not None and ((exists and not path.is_file()) or not os.access(path.parent, os.W_OK)):
-            raise ValueError(f"out is {str(path)!r}; accepted: a file in a folder that can be written")
+        if path is not None:
+            check_file(path)
         self.frame = self._read() if exists else pd.DataFrame(columns=columns)
 
     def has(self, point: Mapping[str, object]) -> bool:
         """Say whether a point has been measured."""
-        names = self.frame[list(self.key)].astype(str).itertuples(index=False, name=None)
-        return tuple(str(point[name]) for name in self.key) in set(names)
+        return not self.lacking([point])
+
+    def lacking(self, points: Iterable[Row]) -> list[Row]:
+        """Return those of some points that have not been measured."""
+        measured = set(self.frame[list(self.key)].astype(str).itertuples(index=False, name=None))
+        return [point for point in points if tuple(str(point[name]) for name in self.key) not in measured]
 
     def append(self, rows: Sequence[Row]) -> None:
         """Add all rows of a point at once."""

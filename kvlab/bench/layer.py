@@ -23,7 +23,7 @@ from kvlab.bench.cases import (
     shuffled_tables,
 )
 from kvlab.bench.kernels import OURS, REFITTED, KernelBench
-from kvlab.bench.ours import BLOCK_SIZE, random_cache
+from kvlab.bench.ours import BLOCK_SIZE, orthogonal, random_cache
 from kvlab.bench.timing import CudaClock
 from kvlab.kernels.folding import REFIT, Folding
 from kvlab.kernels.layout import cell_bytes
@@ -48,19 +48,19 @@ class Layer(NamedTuple):
 
 def rotated(num_kv_heads: int, device: torch.device) -> Layer:
     """Return one rotation for all heads, as hadamard-int4 has."""
-    matrix = _orthogonal(1, device)
+    matrix = orthogonal(1, device)
     return Layer(Folding(matrix, matrix))
 
 
 def refitted(num_kv_heads: int, device: torch.device) -> Layer:
     """Return the same with scale and offset of the keys searched."""
-    matrix = _orthogonal(1, device)
+    matrix = orthogonal(1, device)
     return Layer(Folding(matrix, matrix, k_quantizer=REFIT))
 
 
 def calibrated(num_kv_heads: int, device: torch.device, *, unequal: UnequalInteger, values: bool = False) -> Layer:
     """Return means and a map per head of keys in unequal bits, and with ``values`` of values too; random ones."""
-    maps = _orthogonal(num_kv_heads, device)
+    maps = orthogonal(num_kv_heads, device)
     placement, expansion = (each(HEAD_DIM).to(device) for each in (unequal.placement, unequal.expansion))
     means = torch.randn(num_kv_heads, HEAD_DIM, device=device)
     given = {"v_matrix": maps, "v_bias": means} if values else {}
@@ -152,7 +152,3 @@ def bench_layer(*, progress: bool = True, command: str = "") -> tuple[pd.DataFra
     entrants = {name: partial(layer_step, make=make) for name, make in LAYERS.items()}
     bench.run("layer", entrants, cases, progress=progress)
     return bench.table(command), bench.notes
-
-
-def _orthogonal(count: int, device: torch.device) -> torch.Tensor:
-    return torch.linalg.qr(torch.randn(count, HEAD_DIM, HEAD_DIM, device=device)).Q.contiguous()

@@ -92,7 +92,7 @@ def store(case: StoreCase, device: torch.device, quantizer: Quantizer = CODEC) -
     num_bytes = case.moved_bytes(cell_bytes(HEAD_DIM))
     qkv, slots, num_blocks = store_inputs(case, num_bytes, BLOCK_SIZE, device)
     cache = random_cache(num_blocks, case.num_kv_heads, device)
-    matrix = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM, device=device)).Q[None].contiguous()
+    matrix = orthogonal(1, device)
     heads = {"num_heads": case.num_heads, "num_kv_heads": case.num_kv_heads}
     folding = Folding(matrix, matrix, k_quantizer=quantizer, v_quantizer=quantizer)
     run = partial(norm_rotate_store, folding=folding, **heads)
@@ -168,6 +168,11 @@ def random_cache(num_blocks: int, num_kv_heads: int, device: torch.device) -> to
         return chunk
 
     return fill_blocks(num_blocks, num_kv_heads * BLOCK_SIZE * shape[-1], make)
+
+
+def orthogonal(count: int, device: torch.device) -> torch.Tensor:
+    """Draw orthogonal matrices, float32 ``[count, head_dim, head_dim]``."""
+    return torch.linalg.qr(torch.randn(count, HEAD_DIM, HEAD_DIM, device=device)).Q.contiguous()
 
 
 def stored(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

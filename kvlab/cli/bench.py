@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -55,8 +54,10 @@ def bench_layer_command(out: TableOption = None, as_json: JsonOption = False) ->
 
 
 def _check_table_file(out: Path | None) -> None:
-    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
-        raise ValueError(f"out is {str(out)!r}; accepted: a file in a folder that can be written")
+    from kvlab.paths import check_file
+
+    if out is not None:
+        check_file(out)
 
 
 def _show(table: pd.DataFrame, notes: list[str], out: Path | None, *, as_json: bool) -> None:

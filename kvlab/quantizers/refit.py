@@ -96,9 +96,15 @@ class RefitInteger(Quantizer):
         return best
 
     def _clipped(self, x: torch.Tensor) -> Iterator[_Grid]:
-        lowest, highest = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
-        for low, high in clipped_ranges(lowest, highest, self.clips):
-            yield _with_stored(*quantize_asymmetric(x.clamp(low, high), _BITS))
+        for grid in clipped_grids(x, self.clips):
+            yield _with_stored(*grid)
+
+
+def clipped_grids(x: torch.Tensor, clips: Sequence[float]) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield 4-bit codes, scale and offset of float32 ``x`` for its range and, by all pairs of ``clips``, shares."""
+    lowest, highest = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+    for low, high in clipped_ranges(lowest, highest, clips):
+        yield quantize_asymmetric(x.clamp(low, high), _BITS)
 
 
 def refit(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,9 +12,9 @@ from kvlab.quantizers.base import Quantizer
 from kvlab.quantizers.granularity import PerTokenHead
 from kvlab.quantizers.integer import dequantize_asymmetric_, quantize_asymmetric
 from kvlab.quantizers.packing import Grid, encode_vectors
-from kvlab.quantizers.refit import RefitInteger, refit
+from kvlab.quantizers.refit import RefitInteger, clipped_grids, refit
 from kvlab.quantizers.rounding import divide, divide_or_zero_
-from kvlab.quantizers.selection import clipped_ranges, least_error
+from kvlab.quantizers.selection import least_error
 
 _BITS = 4
 _LARGEST_CODE = 2**_BITS - 1
@@ -126,12 +125,15 @@ class UnequalInteger(Quantizer):
 
     def _on(self, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> _Grid:
         """Complete the codes on a range by the fine ones."""
-        steps = divide_or_zero_(x[..., : self.fine] - offset, scale)
-        fine = steps.mul_(STEPS).round_().clamp_(0, STEPS * _LARGEST_CODE)
+        fine = self._fine_steps(x, scale, offset).round_().clamp_(0, STEPS * _LARGEST_CODE)
         back = dequantize_asymmetric_(codes.clone(), scale, offset)
         # s·code is exact.
         back[..., : self.fine] = divide(fine * scale, STEPS) + offset
         return back, codes, fine, scale, offset
+
+    def _fine_steps(self, x: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        """Say how many fine steps above the offset the fine channels are."""
+        return divide_or_zero_(x[..., : self.fine] - offset, scale).mul_(STEPS)
 
 
 class RefitUnequalInteger(UnequalInteger):
@@ -156,16 +158,15 @@ class RefitUnequalInteger(UnequalInteger):
         return best
 
     def _clipped(self, x: torch.Tensor) -> Iterator[_Grid]:
-        yield super()._fit(x)
-        lowest, highest = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
-        ranges = itertools.islice(clipped_ranges(lowest, highest, _SEARCH.clips), 1, None)
-        for low, high in ranges:
-            yield self._holding(x, *quantize_asymmetric(x.clamp(low, high), _BITS))
+        grids = clipped_grids(x, _SEARCH.clips)
+        yield self._on(x, *next(grids))
+        for grid in grids:
+            yield self._holding(x, *grid)
 
     def _holding(self, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> _Grid:
         """As `_on`, erring infinitely where the range does not hold the fine channels."""
         back, *grid = self._on(x, codes, scale, offset)
-        steps = divide_or_zero_(x[..., : self.fine] - offset, scale).mul_(STEPS)
+        steps = self._fine_steps(x, scale, offset)
         outside = (steps < -0.5) | (steps > STEPS * _LARGEST_CODE + 0.5)
         back[..., : self.fine].masked_fill_(outside, torch.inf)
         return back, *grid

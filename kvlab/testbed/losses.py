@@ -105,7 +105,7 @@ def write_losses(
     stretches = [
         (point, ids)
         for point, ids in _stretches(opened, texts, length)
-        if not all(table.has(point | row) for row in rows_of_text)
+        if table.lacking(point | row for row in rows_of_text)
     ]
     every = texts * len(LANGUAGES)
     origin = {"date": today(), "machine": machine(), "versions": versions()}
@@ -113,7 +113,7 @@ def write_losses(
         for point, ids in stretches:
             rows = loss_table(model, ids.to(device), measured).assign(**point, **origin)
             # Of a stretch some rows may be there: a line was taken out of the file.
-            table.append([row for row in rows.to_dict("records") if not table.has(row)])
+            table.append(table.lacking(rows.to_dict("records")))
             bar.update()
     return table.path
 

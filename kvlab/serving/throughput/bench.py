@@ -277,8 +277,7 @@ def _jobs(setup: Setup, table: PointTable, job: Job, *, longest: int) -> Iterato
     """Return the job of each engine, with the points that are not in the table."""
     for scheme in dict.fromkeys(setup.schemes):
         for number in dict.fromkeys(setup.tensor_parallel):
-            points = [{"scheme": scheme, "tensor_parallel": number, **point} for point in job.points]
-            points = [point for point in points if not table.has(point)]
+            points = table.lacking({"scheme": scheme, "tensor_parallel": number, **point} for point in job.points)
             arguments = engine_arguments(
                 str(setup.model),
                 scheme,
