@@ -19,8 +19,9 @@ FINE_COUNTS = (8, 16, 24)
 neighbours of these, and beyond a quarter of head_dim what is not stored costs more than what is stored finely gains."""
 
 FINE_SPREAD = 0.5
-"""How widely the fine channels vary, of the others' spread. Where a searched range is drawn in, what it costs them must
-not outweigh what it gains the others; of 1, 0.7, 0.5 and 0.35 it errs least on the keys of a small model."""
+"""How widely the fine channels vary, of the others' spread, so that few ranges that are drawn in would cut one off. On
+the keys of a small model (16,384 tokens of one text) errors with searched ranges are within 2% of each other from 1 to
+0.5, and 3% larger at 0.35."""
 
 
 class UnequalMatrix(Matrix):
